@@ -40,7 +40,12 @@ struct Cluster(Child);
 impl Cluster {
     fn start(quoin: &Path, directory: &Path) -> Result<Self> {
         let mut command = Command::new(quoin);
-        command.args(["dev", "--dir"]).arg(directory).stdin(Stdio::null()).stdout(Stdio::piped());
+        // Every row that a client can see.
+        command
+            .args(["dev", "--csi-edition", "1.13", "--dir"])
+            .arg(directory)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
         let mut child = command.spawn().context("cannot start `quoin dev`")?;
         let output = child.stdout.take().context("no output to read")?;
         let cluster = Self(child);

@@ -1,11 +1,13 @@
 //! The rules of the tree that no compiler checks: the dependencies between crates, how much one type
 //! owns, that no unfinished work counts as finished, and that every test file is part of a program.
 
+use crate::device_calls;
 use crate::invariants;
 use crate::methods;
 use crate::run::{self, workspace_root};
 use crate::test_files;
 use crate::trace::collect_files;
+use crate::wall_clock;
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 
@@ -117,9 +119,11 @@ pub fn check() -> Result<()> {
     violations.extend(core_violations()?);
     violations.extend(file_violations()?);
     violations.extend(refusal_violations()?);
+    violations.extend(device_calls::violations()?);
     violations.extend(invariants::violations()?);
     violations.extend(methods::violations()?);
     violations.extend(test_files::violations()?);
+    violations.extend(wall_clock::violations()?);
     if !violations.is_empty() {
         bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
     }

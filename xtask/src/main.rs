@@ -9,6 +9,7 @@
 mod code_mutants;
 mod conformance;
 mod demo;
+mod device_calls;
 mod formats;
 mod house;
 mod invariants;
@@ -23,6 +24,7 @@ mod test;
 mod test_files;
 mod trace;
 mod upgrade;
+mod wall_clock;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;

@@ -91,6 +91,10 @@ fn items(root: &Path, binary: &Path) -> Result<Vec<Item>> {
         let from = packaging.join("systemd-generators").join(&generator);
         items.push(item(from, format!("lib/systemd/system-generators/{generator}"), 0o755));
     }
+    for rules in names_in(&packaging.join("udev"))? {
+        let from = packaging.join("udev").join(&rules);
+        items.push(item(from, format!("lib/udev/rules.d/{rules}"), 0o644));
+    }
     for rules in names_in(&packaging.join("prometheus"))? {
         let from = packaging.join("prometheus").join(&rules);
         items.push(item(from, format!("usr/share/doc/quoin/prometheus/{rules}"), 0o644));

@@ -392,6 +392,21 @@ impl VolumeOption {
         Ok((now, changes))
     }
 
+    /// Returns a request in which the options that it leaves open have the values of another one.
+    ///
+    /// # Errors
+    /// The first option whose value is none of its choices.
+    pub fn fill_in(asked: &VolumeSpec, own: &VolumeSpec) -> Result<VolumeSpec, WrongOption> {
+        let mut filled = asked.clone();
+        for option in OPTIONS.iter().filter(|option| option.given(asked).is_none()) {
+            if let Some(value) = option.given(own) {
+                let taken = option.set(&mut filled, &value);
+                taken.map_err(|rule| WrongOption { key: option.key, rule })?;
+            }
+        }
+        Ok(filled)
+    }
+
     /// Returns the option that may not change and that a request gives another value, with the
     /// value that the volume has.
     pub fn fixed(asked: &VolumeSpec, options: &VolumeOptions) -> Option<(&'static str, String)> {
@@ -683,6 +698,13 @@ mod tests {
             VolumeOption::find(key).expect(key).set(&mut spec, value).unwrap();
         }
         spec
+    }
+
+    #[test]
+    fn a_request_that_is_filled_in_has_every_option_of_the_other_one() {
+        let other = all_other();
+        assert_eq!(VolumeOption::fill_in(&VolumeSpec::default(), &other), Ok(other.clone()));
+        assert_eq!(VolumeOption::fill_in(&other, &VolumeSpec::default()), Ok(other));
     }
 
     #[test]

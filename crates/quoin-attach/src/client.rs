@@ -53,6 +53,14 @@ impl AttachClient {
         }
     }
 
+    /// Returns one volume if it is attached. Work on another one does not delay the answer.
+    pub async fn find(&self, volume: &str) -> Result<Option<Attached>, Error> {
+        match self.call(&Request::Find { volume: volume.to_owned() }).await? {
+            Response::List(list) => Ok(list.into_iter().next()),
+            other => Err(unexpected(other)),
+        }
+    }
+
     /// Links an attached volume's device under the volume's name.
     pub async fn link(&self, volume: &str, name: &str) -> Result<Attached, Error> {
         let request = Request::Link { volume: volume.to_owned(), name: name.to_owned() };

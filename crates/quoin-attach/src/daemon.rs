@@ -203,7 +203,8 @@ impl Daemon {
             Request::Attach(request) => self.attach(request).await.map(Response::Ok),
             Request::Detach { volume } => self.detach(volume).await.map(|()| Response::Detached {}),
             Request::Resize { volume, size } => self.resize(volume, size).await.map(Response::Ok),
-            Request::List {} => Ok(Response::List(self.list().await)),
+            Request::List {} => Ok(Response::List(listed(self.slots()).await)),
+            Request::Find { volume } => Ok(Response::List(listed(self.slot(&volume)).await)),
             Request::Link { volume, name } => self.link(volume, name).await.map(Response::Ok),
             Request::End { volume } => self.end(volume).await.map(|did| Response::Ended { did }),
             Request::ServedElsewhere(served) => self.served_elsewhere(served).await,
@@ -267,16 +268,6 @@ impl Daemon {
             Ok(device.show())
         })
         .await
-    }
-
-    async fn list(&self) -> Vec<Attached> {
-        let mut list = Vec::new();
-        for slot in self.slots() {
-            let slot = slot.lock().await;
-            // A device that was taken by another program is not of this volume.
-            list.extend(slot.as_ref().filter(|device| device.has_its_device()).map(Device::show));
-        }
-        list
     }
 
     async fn link(&self, volume: String, name: String) -> Result<Attached, Error> {
@@ -398,10 +389,26 @@ impl Daemon {
         result
     }
 
+    fn slot(&self, volume: &str) -> Option<Slot> {
+        let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        slots.get(volume).cloned()
+    }
+
     fn slots(&self) -> Vec<Slot> {
         let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         slots.values().cloned().collect()
     }
+}
+
+/// Returns the devices in these slots; each one is waited for while it is worked on.
+async fn listed(slots: impl IntoIterator<Item = Slot>) -> Vec<Attached> {
+    let mut list = Vec::new();
+    for slot in slots {
+        let slot = slot.lock().await;
+        // A device that was taken by another program is not of this volume.
+        list.extend(slot.as_ref().filter(|device| device.has_its_device()).map(Device::show));
+    }
+    list
 }
 
 /// Ends one device at a shutdown; returns its name if its IO fails now.

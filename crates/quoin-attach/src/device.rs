@@ -120,11 +120,7 @@ impl Device {
     /// Serves again what an earlier daemon left; its IO continues.
     ///
     /// The mount and the loop device must be as they were left: half of them is useless.
-    pub(super) fn take_over(
-        host: &Host,
-        held: HeldDevice,
-        kept: Kept,
-    ) -> Result<Self, Error> {
+    pub(super) fn take_over(host: &Host, held: HeldDevice, kept: Kept) -> Result<Self, Error> {
         let Kept { connection, numbers } = kept;
         let HeldDevice { request, device, sequence, name, since_epoch } = held;
         check(&request)?;
@@ -145,8 +141,8 @@ impl Device {
             return Err(gone("loop device"));
         }
         let known = ExportInfo { since_epoch, ..ExportInfo::of_size(request.size) };
-        let register = numbers::register(&numbers)
-            .map_err(|_| gone("memory for the numbers of requests"))?;
+        let register =
+            numbers::register(&numbers).map_err(|_| gone("memory for the numbers of requests"))?;
         let link = Link::resume(client_options(&request), known, register);
         let (volume, metrics) = (&request.volume, &host.metrics);
         let server =

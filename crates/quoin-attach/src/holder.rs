@@ -57,7 +57,6 @@ pub struct HeldDevice {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
     /// The first epoch of the node's use of the volume that it was made for; 0: unknown.
-    #[serde(default)]
     pub since_epoch: u64,
 }
 

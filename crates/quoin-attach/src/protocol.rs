@@ -30,6 +30,10 @@ pub enum Request {
         size: u64,
     },
     List {},
+    /// Requests one volume of the list. Work on another one does not delay the answer.
+    Find {
+        volume: String,
+    },
     /// Links an attached volume's device under its name.
     Link {
         volume: String,
@@ -82,7 +86,7 @@ pub struct AttachVolume {
 pub enum Response {
     /// Answer to attach and resize.
     Ok(Attached),
-    /// Answer to list.
+    /// Answer to list and find.
     List(Vec<Attached>),
     /// Answer to detach, for attached and other volumes alike.
     Detached {},
@@ -108,7 +112,6 @@ pub struct Attached {
     pub size: u64,
     pub block_size: u32,
     pub read_only: bool,
-    #[serde(default)]
     pub file_only: bool,
     /// Set while the target answers; IO waits otherwise.
     pub connected: bool,
@@ -130,10 +133,8 @@ pub struct Usage {
     /// Set if a mount, a device mapper or a swap holds it, or IO was done recently.
     pub in_use: bool,
     /// The first epoch of the node's use that it was made for; 0: the target did not report it.
-    #[serde(default)]
     pub since_epoch: u64,
     /// Same as [`Attached::dead`].
-    #[serde(default)]
     pub dead: String,
 }
 

@@ -91,7 +91,7 @@ impl Pool {
     }
 
     async fn run(mut self, mut agent: AgentClient<Channel>) {
-        let asked = WatchPoolRequest { pool: self.name.clone(), partial: true };
+        let asked = WatchPoolRequest { pool: self.name.clone() };
         agent.report_pool(self.report()).await.expect("a first report");
         let mut assignments = agent.watch_pool(asked).await.expect("a stream").into_inner();
         while let Ok(Some(assignment)) = assignments.message().await {

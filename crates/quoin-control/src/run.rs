@@ -18,7 +18,7 @@ use tower::Layer;
 use tower::layer::layer_fn;
 
 use crate::Error;
-use crate::api::{Gate, Services};
+use crate::api::{Budgets, Gate, Services};
 use crate::controller::{Controller, Settings};
 use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
@@ -36,6 +36,11 @@ const STREAMS_MAX: usize = 6144;
 const STREAMS_A_MEMBER_MAX: usize = 128;
 /// Calls at a time on one connection.
 const CALLS_MAX: u32 = 256;
+/// Bytes of one stream and of one connection that are taken in before a call reads them, and of one
+/// frame: no budget counts these, so the number of connections bounds them.
+const STREAM_WINDOW_BYTES: u32 = 128 << 10;
+const CONNECTION_WINDOW_BYTES: u32 = 256 << 10;
+const FRAME_BYTES_MAX: u32 = 64 << 10;
 /// How often what is due by time is looked after.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -335,7 +340,8 @@ pub async fn serve(
     let down = |mut shutdown: watch::Receiver<bool>| async move {
         let _ = shutdown.wait_for(|down| *down).await;
     };
-    let local = server(&controller)
+    let budgets = Budgets::new();
+    let local = server(&controller, &budgets)
         .add_routes(services.routes())
         .serve_with_incoming_shutdown(unix_incoming(admin), down(shutdown.clone()));
     let remote = async {
@@ -345,7 +351,7 @@ pub async fn serve(
         };
         let config = controller.state.identity().controller_config()?;
         let incoming = serve_incoming(listener, config, IncomingLimits::default());
-        let served = server(&controller)
+        let served = server(&controller, &budgets)
             .add_routes(services.routes())
             .serve_with_incoming_shutdown(incoming, down(shutdown.clone()));
         served.await.map_err(Error::from)
@@ -364,16 +370,23 @@ pub async fn serve(
 
 fn server(
     controller: &Arc<Controller>,
+    budgets: &Budgets,
 ) -> Server<impl Layer<Routes, Service = Gate<Routes>> + Clone> {
-    let controller = controller.clone();
-    let gate = layer_fn(move |inner| Gate { controller: controller.clone(), inner });
+    let (controller, budgets) = (controller.clone(), budgets.clone());
+    let gate = layer_fn(move |inner| Gate {
+        controller: controller.clone(),
+        budgets: budgets.clone(),
+        inner,
+    });
     Server::builder()
         .layer(gate)
         .concurrency_limit_per_connection(CALLS_MAX as usize)
         .max_concurrent_streams(CALLS_MAX)
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
         .http2_keepalive_timeout(Some(Duration::from_secs(10)))
-        .max_frame_size(1 << 20)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_frame_size(FRAME_BYTES_MAX)
 }
 
 /// Work on what changes, and what is due by time alone. Never ends by itself. Nothing of it waits for

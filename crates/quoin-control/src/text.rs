@@ -13,6 +13,23 @@ pub(crate) fn bytes(count: u64) -> String {
     }
 }
 
+/// Text from outside as it is kept and logged: control characters, which move a terminal or begin a
+/// line of their own, are written out, and so are those that turn the direction of writing.
+pub(crate) fn plain(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match is_control(letter) {
+            true => plain.extend(letter.escape_default()),
+            false => plain.push(letter),
+        }
+    }
+    plain
+}
+
+pub(crate) fn is_control(letter: char) -> bool {
+    letter.is_control() || matches!(letter, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
 /// A name as a shell takes it whole.
 pub(crate) fn quoted(name: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
@@ -24,6 +41,15 @@ pub(crate) fn quoted(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn text_from_outside_moves_no_terminal_and_forges_no_line() {
+        let forged = "ok\n2026-01-01 admin/root AdminRemoved\u{1b}]52;c;\u{7}\u{9b}2J\u{202e}ä";
+        let plain = super::plain(forged);
+        assert!(!plain.chars().any(super::is_control), "{plain}");
+        assert!(plain.starts_with("ok\\n2026") && plain.ends_with("\\u{202e}ä"), "{plain}");
+        assert_eq!(super::plain("plain, 3 GiB (ü)"), "plain, 3 GiB (ü)");
+    }
+
     #[test]
     fn names_with_other_than_plain_letters_are_quoted() {
         assert_eq!(super::quoted("db-1"), "db-1");

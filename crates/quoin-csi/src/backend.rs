@@ -78,6 +78,17 @@ impl Backend {
         }
     }
 
+    /// Returns what a volume waits for, or what is wrong with it, in words.
+    pub async fn waits(&self, volume: VolumeRef) -> Option<String> {
+        let wanted = api::GetVolumeRequest { volume: Some(volume) };
+        let answer = self.client.clone().get_volume(Self::request(wanted)).await;
+        let volume = answer.ok()?.into_inner();
+        if !volume.waiting_for.is_empty() {
+            return Some(volume.waiting_for);
+        }
+        volume.conditions.into_iter().next().map(|worst| worst.message)
+    }
+
     /// Returns the volume, or 5 NOT_FOUND.
     pub async fn volume(&self, id: &str) -> Result<api::Volume, Status> {
         self.find_volume(id).await?.ok_or_else(|| crate::refusal::no_volume(id))

@@ -85,7 +85,7 @@ impl GroupController for GroupService {
         self.0.admit("CreateVolumeGroupSnapshot", &request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         parameters::of_snapshot(&request.parameters)?;
-        let held = self.0.controller_calls().begin("group snapshot name", &request.name)?;
+        let held = self.0.begin("group snapshot name", &request.name).await?;
         run_to_completion("CreateVolumeGroupSnapshot", async move {
             let _held = held;
             let group =
@@ -108,7 +108,7 @@ impl GroupController for GroupService {
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;
         self.0.admit("DeleteVolumeGroupSnapshot", &request.secrets)?;
-        let held = self.0.controller_calls().begin("group snapshot", &request.group_snapshot_id)?;
+        let held = self.0.begin("group snapshot", &request.group_snapshot_id).await?;
         run_to_completion("DeleteVolumeGroupSnapshot", async move {
             let _held = held;
             if let Some(group) = find(&backend, &request.group_snapshot_id).await? {

@@ -11,6 +11,7 @@ use quoin_api::csi::{
 use tonic::{Request, Response, Status};
 
 use crate::Plugin;
+use crate::edition::Edition;
 use crate::refusal;
 
 /// Serves Identity in every mode.
@@ -52,18 +53,22 @@ impl Identity for IdentityService {
         // The same on every host and in every mode: these are capabilities of the plugin, not of
         // the process.
         let service = |kind: service::Type| Type::Service(Service { r#type: kind.into() });
-        let capabilities = [
-            service(service::Type::ControllerService),
-            service(service::Type::VolumeAccessibilityConstraints),
-            service(service::Type::GroupControllerService),
-            service(service::Type::SnapshotMetadataService),
-            service(service::Type::SnapshotAccessibilityConstraints),
-            Type::VolumeExpansion(VolumeExpansion {
-                r#type: volume_expansion::Type::Online.into(),
-            }),
-        ];
-        let capabilities =
-            capabilities.into_iter().map(|kind| PluginCapability { r#type: Some(kind) }).collect();
+        let growth = Type::VolumeExpansion(VolumeExpansion {
+            r#type: volume_expansion::Type::Online.into(),
+        });
+        let capabilities = self
+            .0
+            .of_edition(&[
+                (Edition::OLDEST, service(service::Type::ControllerService)),
+                (Edition::OLDEST, service(service::Type::VolumeAccessibilityConstraints)),
+                (Edition::OLDEST, service(service::Type::GroupControllerService)),
+                (Edition::V1_10, service(service::Type::SnapshotMetadataService)),
+                (Edition::NEWEST, service(service::Type::SnapshotAccessibilityConstraints)),
+                (Edition::OLDEST, growth),
+            ])
+            .into_iter()
+            .map(|kind| PluginCapability { r#type: Some(kind) })
+            .collect();
         Ok(Response::new(GetPluginCapabilitiesResponse { capabilities }))
     }
 

@@ -11,49 +11,51 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tonic::{Code, Status};
 
+use crate::plugin::Subject;
 use crate::refusal;
 
-/// The keys (volume ids, names) that calls are working on.
+/// The volumes, snapshots and names that calls are working on, with the moment at which each began.
+type Subjects = Arc<Mutex<HashMap<Subject, Instant>>>;
+
+/// The calls under way.
 #[derive(Clone, Default)]
 pub struct InFlight {
-    /// With the moment at which each began.
-    keys: Arc<Mutex<HashMap<String, Instant>>>,
+    subjects: Subjects,
 }
 
-/// Holds one key until it is dropped.
+/// Holds one subject until it is dropped.
 pub struct Guard {
-    keys: Arc<Mutex<HashMap<String, Instant>>>,
-    key: String,
+    subjects: Subjects,
+    subject: Subject,
 }
 
 impl InFlight {
-    /// Takes the key, or refuses if it is taken.
+    /// Takes the subject.
     ///
     /// # Errors
-    /// 10 ABORTED.
-    pub fn begin(&self, what: &str, key: &str) -> Result<Guard, Status> {
-        let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
-        let key_of_call = format!("{what} {key}");
-        if let Some(began) = keys.get(&key_of_call) {
-            return Err(refusal::pending(&format!("{what} {key:?}"), began.elapsed()));
+    /// The time for which another call has had it.
+    pub(crate) fn begin(&self, subject: &Subject) -> Result<Guard, Duration> {
+        let mut subjects = self.subjects.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(began) = subjects.get(subject) {
+            return Err(began.elapsed());
         }
-        keys.insert(key_of_call.clone(), Instant::now());
-        Ok(Guard { keys: self.keys.clone(), key: key_of_call })
+        subjects.insert(subject.clone(), Instant::now());
+        Ok(Guard { subjects: self.subjects.clone(), subject: subject.clone() })
     }
 
-    /// Returns whether no call holds a key.
+    /// Returns whether no call holds a subject.
     pub fn is_idle(&self) -> bool {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        self.subjects.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.keys.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+        self.subjects.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.subject);
     }
 }
 
@@ -91,15 +93,20 @@ pub async fn run_to_completion<T: Send + 'static>(
 mod tests {
     use super::*;
 
+    fn volume(key: &str) -> Subject {
+        Subject { what: "volume", key: key.to_owned() }
+    }
+
     /// Proves CSI-ERR-12: for a call that panics, too.
     #[tokio::test]
     async fn a_second_call_is_aborted_and_works_once_the_first_has_ended() {
         let calls = InFlight::default();
-        let first = calls.begin("volume", "v").unwrap();
-        assert_eq!(calls.begin("volume", "v").err().unwrap().code(), Code::Aborted);
-        let _other = calls.begin("volume", "w").unwrap();
+        let first = calls.begin(&volume("v")).unwrap();
+        let since = calls.begin(&volume("v")).err().unwrap();
+        assert_eq!(refusal::pending("v", since, None).code(), Code::Aborted);
+        let _other = calls.begin(&volume("w")).unwrap();
         drop(first);
-        let held = calls.begin("volume", "v").unwrap();
+        let held = calls.begin(&volume("v")).unwrap();
         let failed = run_to_completion("Test", async move {
             let _held = held;
             if true {
@@ -111,7 +118,7 @@ mod tests {
         .unwrap_err();
         assert_eq!(failed.code(), Code::Internal);
         assert!(!failed.message().contains("internal detail"));
-        calls.begin("volume", "v").unwrap();
+        calls.begin(&volume("v")).unwrap();
     }
 
     #[tokio::test]
@@ -119,7 +126,7 @@ mod tests {
         let calls = InFlight::default();
         let (done, ended) = tokio::sync::oneshot::channel();
         let (go, gone) = tokio::sync::oneshot::channel::<()>();
-        let held = calls.begin("volume", "v").unwrap();
+        let held = calls.begin(&volume("v")).unwrap();
         let call = run_to_completion("Test", async move {
             let _held = held;
             let _ = gone.await;
@@ -131,7 +138,7 @@ mod tests {
             _ = call => unreachable!("the call waits"),
             () = tokio::task::yield_now() => {}
         }
-        assert!(calls.begin("volume", "v").is_err());
+        assert!(calls.begin(&volume("v")).is_err());
         go.send(()).unwrap();
         ended.await.unwrap();
     }

@@ -7,7 +7,8 @@
 //!
 //! Codes are chosen in [`refusal`]; [`limits`], [`capability`], [`capacity`], [`parameters`],
 //! [`topology`] and [`context`] each hold one part of the rules, free of I/O. [`in_flight`] allows
-//! one call a volume at a time and brings each to its end.
+//! one call a volume at a time and brings each to its end; [`deadline`] answers a caller whose time is
+//! over with what the call waits for.
 
 mod authority;
 mod backend;
@@ -16,6 +17,8 @@ mod capability;
 mod capacity;
 mod context;
 mod controller;
+mod deadline;
+mod edition;
 mod encryption;
 mod endpoint;
 mod group_controller;
@@ -34,6 +37,7 @@ mod topology;
 
 pub use backend::Backend;
 pub use callers::{CALLER_TOKEN, Callers, CallersError};
+pub use edition::Edition;
 pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
 pub use health::{CONTROLLER_UNREACHABLE, NO_POOL_REACHED};
 pub use identity::is_driver_name;

@@ -16,6 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use crate::backend::Backend;
+use crate::edition::Edition;
 use crate::refusal::{invalid, no_snapshot, not_served, out_of_range};
 use crate::{Plugin, limits};
 
@@ -149,10 +150,11 @@ impl Asked {
 impl MetadataService {
     /// The mode is checked before anything else.
     fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
-        match self.0.mode().controller {
-            true => Ok(self.0.backend().clone()),
-            false => Err(not_served(rpc, "this process runs in node mode")),
+        if !self.0.mode().controller {
+            return Err(not_served(rpc, "this process runs in node mode"));
         }
+        self.0.serves_since(rpc, Edition::V1_10)?;
+        Ok(self.0.backend().clone())
     }
 }
 

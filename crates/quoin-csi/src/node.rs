@@ -15,6 +15,7 @@ use crate::backend::Backend;
 use crate::capability::{Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::controller::cut;
+use crate::edition::Edition;
 use crate::in_flight::run_to_completion;
 use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
 use crate::{NodeSide, Plugin, context, encryption, health, limits, topology};
@@ -26,15 +27,17 @@ const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run w
      or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
      printed why at its start";
 
-const CAPABILITIES: &[rpc::Type] = &[
-    rpc::Type::StageUnstageVolume,
-    rpc::Type::GetVolumeStats,
-    rpc::Type::ExpandVolume,
-    rpc::Type::VolumeCondition,
-    rpc::Type::SingleNodeMultiWriter,
-    rpc::Type::VolumeMountGroup,
-    rpc::Type::GetVolumeHealth,
-    rpc::Type::GetStorageHealth,
+/// Capabilities of a node and the edition that brought each. VOLUME_MOUNT_GROUP is an option: an
+/// orchestrator with a group of its own for files leaves them alone where it is advertised.
+const CAPABILITIES: &[(Edition, rpc::Type)] = &[
+    (Edition::OLDEST, rpc::Type::StageUnstageVolume),
+    (Edition::OLDEST, rpc::Type::GetVolumeStats),
+    (Edition::OLDEST, rpc::Type::ExpandVolume),
+    (Edition::OLDEST, rpc::Type::VolumeCondition),
+    (Edition::OLDEST, rpc::Type::SingleNodeMultiWriter),
+    (Edition::OLDEST, rpc::Type::VolumeMountGroup),
+    (Edition::NEWEST, rpc::Type::GetVolumeHealth),
+    (Edition::NEWEST, rpc::Type::GetStorageHealth),
 ];
 
 impl NodeService {
@@ -43,6 +46,17 @@ impl NodeService {
             Some(node) => Ok((self.0.backend().clone(), node)),
             None => Err(not_served(rpc, CONTROLLER_ONLY)),
         }
+    }
+
+    /// As [`Self::served`], of a call that came with a later edition.
+    fn served_since(
+        &self,
+        rpc: &'static str,
+        since: Edition,
+    ) -> Result<(Backend, &NodeSide), Status> {
+        let served = self.served(rpc)?;
+        self.0.serves_since(rpc, since)?;
+        Ok(served)
     }
 }
 
@@ -65,7 +79,7 @@ impl Node for NodeService {
         self.0.admit("NodeStageVolume", &request.secrets)?;
         limits::map("publish_context", &request.publish_context)?;
         limits::map("volume_context", &request.volume_context)?;
-        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin_on_node(&request.volume_id).await?;
         let (host, name) = (node.host.clone(), node.name.clone());
         run_to_completion("NodeStageVolume", async move {
             let _held = held;
@@ -90,6 +104,9 @@ impl Node for NodeService {
             let other = volume.attachments.iter().find(|other| other.replays && other.node != name);
             if let Some(other) = other.filter(|_| is_mounted) {
                 return Err(refusal::replays_elsewhere(&request.volume_id, &other.node));
+            }
+            if is_mounted && attachment.replay_is_late {
+                return Err(refusal::late_with_the_replay(&request.volume_id, &name));
             }
             let replays = is_mounted && attachment.replays;
             let wanted = StageRequest {
@@ -120,7 +137,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
-        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin_on_node(&request.volume_id).await?;
         let host = node.host.clone();
         run_to_completion("NodeUnstageVolume", async move {
             let _held = held;
@@ -160,8 +177,8 @@ impl Node for NodeService {
                  NodeStageVolume first and name its path here",
             )
         })?;
-        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
-        let host = node.host.clone();
+        let held = self.0.begin_on_node(&request.volume_id).await?;
+        let (host, gives_groups) = (node.host.clone(), self.0.gives_groups());
         run_to_completion("NodePublishVolume", async move {
             let _held = held;
             let known = look_up(&backend, &host, &request.volume_id).await?;
@@ -173,6 +190,13 @@ impl Node for NodeService {
                 default = default_file_system(&volume);
             }
             let capability = capability.map_err(CapabilityError::into_precondition_status)?;
+            if capability.group().is_some() && !gives_groups {
+                return Err(refusal::exceeds_capabilities(
+                    "volume_capability has a volume_mount_group, and this node does not advertise \
+                     VOLUME_MOUNT_GROUP: the orchestrator gives files to groups, or `quoin node run` \
+                     is started with --volume-mount-group",
+                ));
+            }
             let wanted = PublishRequest {
                 access: capability.access(default),
                 mode: capability.mode_name().to_owned(),
@@ -197,7 +221,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let target = limits::path("target_path", &request.target_path)?;
-        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin_on_node(&request.volume_id).await?;
         let host = node.host.clone();
         run_to_completion("NodeUnpublishVolume", async move {
             let _held = held;
@@ -272,7 +296,7 @@ impl Node for NodeService {
             Capability::read("volume_capability", request.volume_capability.as_ref())
                 .map_err(CapabilityError::invalid)?;
         }
-        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin_on_node(&request.volume_id).await?;
         let host = node.host.clone();
         run_to_completion("NodeExpandVolume", async move {
             let _held = held;
@@ -309,12 +333,13 @@ impl Node for NodeService {
         _: Request<NodeGetCapabilitiesRequest>,
     ) -> Result<Response<NodeGetCapabilitiesResponse>, Status> {
         self.served("NodeGetCapabilities")?;
-        let capabilities = CAPABILITIES
-            .iter()
-            .map(|kind| NodeServiceCapability {
-                r#type: Some(Type::Rpc(Rpc { r#type: (*kind).into() })),
-            })
-            .collect();
+        let is_on =
+            |kind: &rpc::Type| *kind != rpc::Type::VolumeMountGroup || self.0.gives_groups();
+        let capability = |kind: rpc::Type| NodeServiceCapability {
+            r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
+        };
+        let all = self.0.of_edition(CAPABILITIES).into_iter();
+        let capabilities = all.filter(is_on).map(capability).collect();
         Ok(Response::new(NodeGetCapabilitiesResponse { capabilities }))
     }
 
@@ -334,7 +359,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeGetVolumeHealthRequest>,
     ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
-        let (backend, node) = self.served("NodeGetVolumeHealth")?;
+        let (backend, node) = self.served_since("NodeGetVolumeHealth", Edition::NEWEST)?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let target = limits::optional_path("volume_publish_path", &request.volume_publish_path)?;
@@ -364,7 +389,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeGetStorageHealthRequest>,
     ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
-        let (backend, _) = self.served("NodeGetStorageHealth")?;
+        let (backend, _) = self.served_since("NodeGetStorageHealth", Edition::NEWEST)?;
         self.0.admit("NodeGetStorageHealth", &request.into_inner().secrets)?;
         let plugin = self.0.clone();
         run_to_completion("NodeGetStorageHealth", async move {

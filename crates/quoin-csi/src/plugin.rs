@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_api::control::VolumeRef;
 use quoin_api::csi::controller_server::ControllerServer;
 use quoin_api::csi::group_controller_server::GroupControllerServer;
 use quoin_api::csi::identity_server::IdentityServer;
@@ -21,10 +22,12 @@ use crate::authority::Connection;
 use crate::backend::Backend;
 use crate::callers::Callers;
 use crate::controller::ControllerService;
+use crate::deadline::Deadlines;
+use crate::edition::Edition;
 use crate::group_controller::GroupService;
 use crate::health::Pools;
 use crate::identity::IdentityService;
-use crate::in_flight::InFlight;
+use crate::in_flight::{Guard, InFlight};
 use crate::metadata::MetadataService;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
@@ -32,6 +35,23 @@ use crate::{limits, refusal};
 
 /// Interval of checks for calls under way while the process ends.
 const IDLE_LOOK: Duration = Duration::from_millis(500);
+
+/// Longest search for the reason of a wait.
+const REASON_MAX: Duration = Duration::from_secs(1);
+
+/// The object of a call: one call at a time works on it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Subject {
+    /// `volume`, `volume name`, `snapshot`, …
+    pub what: &'static str,
+    pub key: String,
+}
+
+impl std::fmt::Display for Subject {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {:?}", self.what, self.key)
+    }
+}
 
 /// Services that are active; Identity always is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +101,11 @@ pub struct PluginOptions {
     pub metrics: Metrics,
     /// Callers that are known by a secret; by default no token is needed.
     pub callers: Callers,
+    /// The newest edition of the interface whose capabilities are advertised.
+    pub edition: Edition,
+    /// Gives the files of a volume to the group that its publication names, for orchestrators that do
+    /// not do it themselves.
+    pub volume_mount_group: bool,
 }
 
 /// A configuration that cannot work; the process should report it and end.
@@ -112,6 +137,8 @@ struct Inner {
     node: Option<NodeSide>,
     metrics: Metrics,
     callers: Callers,
+    edition: Edition,
+    volume_mount_group: bool,
     pools: Pools,
     controller_calls: InFlight,
     node_calls: InFlight,
@@ -143,6 +170,8 @@ impl Plugin {
             node: options.node.filter(|_| options.mode.node),
             metrics: options.metrics,
             callers: options.callers,
+            edition: options.edition,
+            volume_mount_group: options.volume_mount_group,
             pools: Pools::default(),
             controller_calls: InFlight::default(),
             node_calls: InFlight::default(),
@@ -176,13 +205,71 @@ impl Plugin {
     pub(crate) fn pools(&self) -> &Pools {
         &self.inner.pools
     }
-    /// Controller and node calls are tracked separately: they may run in different processes
-    /// anyway.
-    pub(crate) fn controller_calls(&self) -> &InFlight {
-        &self.inner.controller_calls
+    /// Refuses a call of a later edition than the one that is served.
+    pub(crate) fn serves_since(&self, rpc: &'static str, since: Edition) -> Result<(), Status> {
+        let edition = self.inner.edition;
+        if edition < since {
+            return Err(refusal::not_served(
+                rpc,
+                &format!(
+                    "it came with edition {since} of CSI, and this plugin is to serve {edition}: \
+                     start it with --csi-edition {since}"
+                ),
+            ));
+        }
+        Ok(())
     }
-    pub(crate) fn node_calls(&self) -> &InFlight {
-        &self.inner.node_calls
+    /// Returns those that the served edition has, of a list with the edition of each.
+    pub(crate) fn of_edition<T: Copy>(&self, all: &[(Edition, T)]) -> Vec<T> {
+        let has = |(since, _): &&(Edition, T)| *since <= self.inner.edition;
+        all.iter().filter(has).map(|(_, one)| *one).collect()
+    }
+    pub(crate) fn gives_groups(&self) -> bool {
+        self.inner.volume_mount_group
+    }
+
+    /// Takes a key of the controller calls. Controller and node calls are tracked separately: they may
+    /// run in different processes anyway.
+    pub(crate) async fn begin(&self, what: &'static str, key: &str) -> Result<Guard, Status> {
+        self.begin_in(&self.inner.controller_calls, Subject { what, key: key.to_owned() }).await
+    }
+
+    /// Takes a volume for a call of the node.
+    pub(crate) async fn begin_on_node(&self, volume_id: &str) -> Result<Guard, Status> {
+        let subject = Subject { what: "volume", key: volume_id.to_owned() };
+        self.begin_in(&self.inner.node_calls, subject).await
+    }
+
+    async fn begin_in(&self, calls: &InFlight, subject: Subject) -> Result<Guard, Status> {
+        match calls.begin(&subject) {
+            Ok(guard) => {
+                crate::deadline::is_about(&subject);
+                Ok(guard)
+            }
+            Err(since) => {
+                let reason = self.reason(&subject).await;
+                Err(refusal::pending(&subject.to_string(), since, reason.as_deref()))
+            }
+        }
+    }
+
+    /// Returns what a call under way waits for, in words, as far as it is known within a second.
+    pub(crate) async fn reason(&self, subject: &Subject) -> Option<String> {
+        let is_volume = subject.what == "volume";
+        let progress =
+            self.node().filter(|_| is_volume).and_then(|n| n.host.progress(&subject.key));
+        let asked = match subject.what {
+            "volume" => crate::backend::by_id(&subject.key),
+            "volume name" => Some(VolumeRef { name: subject.key.clone(), ..Default::default() }),
+            _ => None,
+        };
+        let waits = async {
+            let waits = self.backend().waits(asked?).await?;
+            Some(format!("the volume waits: {waits}"))
+        };
+        let waits = tokio::time::timeout(REASON_MAX, waits).await.ok().flatten();
+        let parts: Vec<String> = progress.into_iter().chain(waits).collect();
+        (!parts.is_empty()).then(|| parts.join("; "))
     }
 
     /// Checks the node's requirements: its tools and the attach process.
@@ -216,6 +303,7 @@ impl Plugin {
             UnixListenerStream::new(listener).map(|accepted| accepted.map(Connection::new));
         let served = Server::builder()
             .layer(self.inner.metrics.clone())
+            .layer(Deadlines::of(self.clone()))
             .add_service(IdentityServer::new(IdentityService(self.clone())))
             .add_service(ControllerServer::new(ControllerService(self.clone())))
             .add_service(NodeServer::new(NodeService(self.clone())))

@@ -18,7 +18,7 @@ use tonic::Request;
 
 use crate::metrics::Metrics;
 use crate::{
-    Backend, Callers, CallersError, ConfigError, EndpointError, Mode, NodeSide, Plugin,
+    Backend, Callers, CallersError, ConfigError, Edition, EndpointError, Mode, NodeSide, Plugin,
     PluginOptions,
 };
 
@@ -59,6 +59,10 @@ pub struct Options {
     pub metrics: Metrics,
     /// List of callers that are known by a secret; `None`: no token is needed.
     pub callers: Option<PathBuf>,
+    /// The newest edition of CSI whose capabilities are advertised.
+    pub edition: Edition,
+    /// Advertises VOLUME_MOUNT_GROUP, and gives the files of a volume to the group that is named.
+    pub volume_mount_group: bool,
 }
 
 impl Options {
@@ -87,6 +91,8 @@ impl Options {
             target_deadline_ms: 30_000,
             metrics: Metrics::default(),
             callers: None,
+            edition: Edition::default(),
+            volume_mount_group: false,
         }
     }
 }
@@ -151,6 +157,8 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         node,
         metrics: options.metrics.clone(),
         callers,
+        edition: options.edition,
+        volume_mount_group: options.volume_mount_group,
     })?;
     let (listener, _socket) = crate::listen(&socket_path).await?;
     tracing::info!(node = name, socket = %socket_path.display(), mode = ?options.mode, "serving CSI");

@@ -73,6 +73,14 @@ pub fn replays_elsewhere(volume_id: &str, node: &str) -> Status {
     ))
 }
 
+/// Refuses to mount a file system on a node that was late with the replay of its journal: 9.
+pub fn late_with_the_replay(volume_id: &str, node: &str) -> Status {
+    precondition(format!(
+        "node {node} has not replayed the journal of volume {volume_id} in time, and may not write it \
+         any more; unpublish it from there and publish it again"
+    ))
+}
+
 /// Refuses an unknown snapshot: 5.
 pub fn no_snapshot(snapshot_id: &str) -> Status {
     Status::not_found(format!("snapshot {snapshot_id:?} does not exist"))
@@ -100,11 +108,22 @@ pub fn not_cut(name: &str, waiting_for: &str) -> Status {
     Status::unavailable(format!("snapshot {name:?} is not cut yet; it waits for {waiting_for}"))
 }
 
-/// Refuses while another call works on the same volume: 10.
-pub fn pending(what: &str, since: Duration) -> Status {
+/// Refuses while another call works on the same volume: 10. The reason is what that call waits for.
+pub fn pending(what: &str, since: Duration, reason: Option<&str>) -> Status {
     let since_s = since.as_secs();
+    let reason = reason.map(|reason| format!(" ({reason})")).unwrap_or_default();
     Status::aborted(format!(
-        "an operation on {what} has been in progress for {since_s} s; retry when it has ended"
+        "an operation on {what} has been in progress for {since_s} s{reason}; retry when it has ended"
+    ))
+}
+
+/// Reports a call that goes on though its caller's time is over: 4. A status of the client library's
+/// own making would have no reason.
+pub fn not_in_time(rpc: &str, what: &str, time: Duration, reason: Option<&str>) -> Status {
+    let reason = reason.map(|reason| format!(" ({reason})")).unwrap_or_default();
+    Status::deadline_exceeded(format!(
+        "{rpc} of {what} has not ended within {:.1} s and goes on{reason}; repeat the call",
+        time.as_secs_f64()
     ))
 }
 

@@ -78,10 +78,10 @@ async fn a_mounted_volume_passes_all_steps_forth_and_back_twice() {
     }
 }
 
-/// Proves CSI-VOLCAP-06: the root directory belongs to the group and lets it write, and what lies
-/// below stays its owner's.
+/// Proves CSI-VOLCAP-06: the root belongs to the group and lets it write, and so does all below where the
+/// root did not have that group yet.
 #[tokio::test]
-async fn a_mount_group_gets_the_root_directory_of_a_writable_publication() {
+async fn a_mount_group_gets_all_files_of_a_writable_publication() {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
     if !can_mount() {
         return;
@@ -113,7 +113,8 @@ async fn a_mount_group_gets_the_root_directory_of_a_writable_publication() {
         // A repeat completes what a call that was cut off left.
         std::os::unix::fs::chown(world.path("stage"), None, Some(0)).unwrap();
     }
-    assert_eq!(fs::metadata(world.path("stage/own")).unwrap().gid(), before.0);
+    let own = fs::metadata(world.path("stage/own")).unwrap();
+    assert_eq!((own.gid(), own.mode() & 0o060), (4242, 0o060));
     let wrong = NodePublishVolumeRequest {
         volume_capability: Some(with_group("staff")),
         ..publish.clone()
@@ -650,4 +651,34 @@ async fn a_staged_volume_is_published_and_unpublished_without_the_control_plane(
     world.assert_node_is_clean();
     let answer = world.node.node_stage_volume(stage).await;
     assert_eq!(code(&answer), Code::Unavailable, "a new staging needs a lookup at the controller");
+}
+
+/// Proves CSI-ERR-12: the refusal names what the call under way waits for, and the caller whose time is
+/// over gets the same instead of a status of its own library's making.
+#[tokio::test]
+async fn a_call_that_is_not_answered_in_time_and_one_beside_it_say_what_is_waited_for() {
+    use std::sync::atomic::Ordering;
+    if !can_mount() {
+        return;
+    }
+    let mut world = World::start().await;
+    let stage = world.published(writer()).await;
+    world.attacher.is_stuck.store(true, Ordering::Relaxed);
+    let mut request = tonic::Request::new(stage.clone());
+    // The header alone: the client library would end the call at the same moment.
+    request.metadata_mut().insert("grpc-timeout", "3S".parse().unwrap());
+    let late = world.node.node_stage_volume(request).await.unwrap_err();
+    assert_eq!(late.code(), Code::DeadlineExceeded);
+    for part in ["NodeStageVolume", &stage.volume_id, "goes on", "staging is at \"attaching"] {
+        assert!(late.message().contains(part), "{part}: {late}");
+    }
+    let beside = world.node.node_stage_volume(stage.clone()).await.unwrap_err();
+    assert_eq!(beside.code(), Code::Aborted);
+    assert!(beside.message().contains("staging is at \"attaching"), "{beside}");
+    world.attacher.is_stuck.store(false, Ordering::Relaxed);
+    while code(&world.node.node_stage_volume(stage.clone()).await) == Code::Aborted {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    world.node.node_unstage_volume(unstage_of(&stage)).await.unwrap();
+    world.assert_node_is_clean();
 }

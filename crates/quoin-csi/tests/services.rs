@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::*;
 use quoin_api::csi::group_controller_client::GroupControllerClient;
 use quoin_api::csi::*;
-use quoin_csi::Mode;
+use quoin_csi::{Callers, Edition, Mode};
 use tonic::Code;
 
 /// Proves CSI-PLUGININFO-06, CSI-PLUGININFO-07, CSI-PLUGINCAPS-01, CSI-PLUGINCAPS-05,
@@ -385,4 +385,67 @@ async fn parallel_calls_on_one_volume_are_aborted_or_agree() {
     }
     assert_eq!(ids.len(), 1);
     assert_eq!(world.cluster.volumes().await.len(), 1);
+}
+
+/// A client of an edition takes capabilities of a later one for faults.
+#[tokio::test]
+async fn no_capability_of_a_later_edition_is_advertised_and_its_calls_are_not_served() {
+    use controller_service_capability::rpc::Type as OfController;
+    use node_service_capability::rpc::Type as OfNode;
+    use plugin_capability::{Type, service::Type as OfPlugin};
+    for (edition, later) in [(Edition::default(), true), (Edition::NEWEST, false)] {
+        let mut world = World::start_of(edition, Mode::ALL, Callers::default()).await;
+        let answer = world
+            .controller
+            .controller_get_capabilities(ControllerGetCapabilitiesRequest::default());
+        let of_controller: Vec<_> = answer.await.unwrap().into_inner().capabilities;
+        let has = |wanted: OfController| {
+            of_controller.iter().any(|one| match one.r#type.as_ref().unwrap() {
+                controller_service_capability::Type::Rpc(rpc) => rpc.r#type() == wanted,
+            })
+        };
+        assert!(has(OfController::ModifyVolume) && has(OfController::GetSnapshot), "{edition}");
+        assert_eq!(has(OfController::GetVolumeHealth), !later, "{edition}");
+        assert_eq!(has(OfController::ListVolumeHealth), !later, "{edition}");
+        let answer = world.node.node_get_capabilities(NodeGetCapabilitiesRequest::default());
+        let of_node = answer.await.unwrap().into_inner().capabilities;
+        let has_health = of_node.iter().any(|one| match one.r#type.as_ref().unwrap() {
+            node_service_capability::Type::Rpc(rpc) => {
+                matches!(rpc.r#type(), OfNode::GetVolumeHealth | OfNode::GetStorageHealth)
+            }
+        });
+        assert_eq!(has_health, !later, "{edition}");
+        let answer = world.identity.get_plugin_capabilities(GetPluginCapabilitiesRequest {});
+        let of_plugin = answer.await.unwrap().into_inner().capabilities;
+        let has_topology = of_plugin.iter().any(|one| match one.r#type.as_ref().unwrap() {
+            Type::Service(one) => one.r#type() == OfPlugin::SnapshotAccessibilityConstraints,
+            Type::VolumeExpansion(_) => false,
+        });
+        assert_eq!(has_topology, !later, "{edition}");
+
+        // Before any argument is read.
+        let refused = |code: Code| (code == Code::Unimplemented) == later;
+        let answer = world
+            .controller
+            .controller_get_volume_health(ControllerGetVolumeHealthRequest::default())
+            .await;
+        assert!(refused(code(&answer)), "{edition}");
+        let answer = world
+            .controller
+            .controller_list_volume_health(ControllerListVolumeHealthRequest::default())
+            .await;
+        assert!(refused(code(&answer)), "{edition}");
+        let answer = world.node.node_get_volume_health(NodeGetVolumeHealthRequest::default()).await;
+        assert!(refused(code(&answer)), "{edition}");
+        let answer =
+            world.node.node_get_storage_health(NodeGetStorageHealthRequest::default()).await;
+        assert!(refused(code(&answer)), "{edition}");
+    }
+    let mut oldest = World::start_of(Edition::OLDEST, Mode::ALL, Callers::default()).await;
+    let answer =
+        oldest.controller.controller_modify_volume(ControllerModifyVolumeRequest::default()).await;
+    assert_eq!(code(&answer), Code::Unimplemented);
+    assert!(answer.unwrap_err().message().contains("--csi-edition 1.9"));
+    let answer = oldest.controller.get_snapshot(GetSnapshotRequest::default()).await;
+    assert_eq!(code(&answer), Code::Unimplemented);
 }

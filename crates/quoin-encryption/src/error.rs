@@ -21,6 +21,10 @@ pub enum Error {
     SlotsFull,
     #[error("the key opens only the slot that is to be removed, and another one must stay usable")]
     LastKey,
+    #[error(
+        "the new key is the former one, so nothing would be rotated: give another with --new-key-file"
+    )]
+    SameKey,
     /// Slots of a record or a message that break a rule.
     #[error("{0}")]
     Form(&'static str),

@@ -87,6 +87,21 @@ impl DataKey {
     pub(crate) fn check_value(&self) -> Result<Vec<u8>, Error> {
         derive(b"quoin data key check 1", self.bytes()).map(|check| check.to_vec())
     }
+
+    /// A value by which the other end of a connection, which has the key too, knows that this one has
+    /// it. `secret`: of that connection alone, so that a proof is good for no other one.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn proof(&self, secret: &[u8; 32]) -> Result<[u8; 32], Error> {
+        let derived = derive_for(b"quoin data key proof 1", self.bytes(), secret)?;
+        derived.as_slice().try_into().map_err(|_| Error::System("the derivation of a key"))
+    }
+
+    /// Returns true if the other end of that connection has this key.
+    pub fn is_proven_by(&self, secret: &[u8; 32], proof: &[u8; 32]) -> bool {
+        self.proof(secret).is_ok_and(|own| verify_slices_are_equal(&own, proof).is_ok())
+    }
 }
 
 impl PartialEq for DataKey {
@@ -105,9 +120,14 @@ impl fmt::Debug for DataKey {
 
 /// HKDF-SHA256 of a secret that is random already.
 pub(crate) fn derive(salt: &[u8], secret: &[u8]) -> Result<Zeroizing<Vec<u8>>, Error> {
+    derive_for(salt, secret, b"quoin")
+}
+
+fn derive_for(salt: &[u8], secret: &[u8], info: &[u8]) -> Result<Zeroizing<Vec<u8>>, Error> {
     let mut derived = Zeroizing::new(vec![0; KEY_CHECK_BYTES]);
     let extracted = Salt::new(HKDF_SHA256, salt).extract(secret);
-    let expanded = extracted.expand(&[b"quoin"], HKDF_SHA256);
+    let info = [info];
+    let expanded = extracted.expand(&info, HKDF_SHA256);
     let filled = expanded.and_then(|expanded| expanded.fill(&mut derived));
     filled.map_err(|_| Error::System("the derivation of a key"))?;
     Ok(derived)
@@ -156,6 +176,17 @@ mod tests {
         assert_eq!(format!("{user:?}"), "UserKey(..)");
         let behavior = rustix::process::dumpable_behavior().unwrap();
         assert_eq!(behavior, DumpableBehavior::NotDumpable);
+    }
+
+    #[test]
+    fn a_key_is_proven_on_one_connection_by_those_alone_who_have_it() {
+        let (key, other) = (DataKey::random().unwrap(), DataKey::random().unwrap());
+        let proof = key.proof(&[1; 32]).unwrap();
+        assert!(key.clone().is_proven_by(&[1; 32], &proof));
+        assert!(!key.is_proven_by(&[2; 32], &proof), "a proof of another connection");
+        assert!(!key.is_proven_by(&[1; 32], &other.proof(&[1; 32]).unwrap()), "another key");
+        assert!(!key.is_proven_by(&[1; 32], &[0; 32]));
+        assert_ne!(proof.to_vec(), key.check_value().unwrap(), "the records show that one");
     }
 
     #[test]

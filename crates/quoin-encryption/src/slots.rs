@@ -203,25 +203,34 @@ impl Encryption {
         Ok(())
     }
 
-    /// Replaces the slot that `user` opens by one of the key `new`; its name stays. Returns the
-    /// name; no change where `new` opens a slot already.
+    /// Replaces the slot that `user` opens by one of the key `new`; its name stays. Where `new` opens
+    /// another slot already, that one stays and the former key's goes. Returns the name of the slot
+    /// of `new`; afterwards `user` opens none.
     ///
     /// # Errors
-    /// As [`Self::unlock`].
+    /// As [`Self::unlock`]; [`Error::SameKey`].
     pub fn rotate(&mut self, user: &UserKey, new: &UserKey) -> Result<String, Error> {
         let unlocked = match self.unlock(user) {
             // A repeat of a rotation that was made.
             Err(Error::WrongKey) => return self.unlock(new).map(|unlocked| unlocked.slot),
             unlocked => unlocked?,
         };
-        if let Ok(present) = self.unlock(new) {
-            return Ok(present.slot);
+        let of_new = match self.unlock(new) {
+            Ok(present) if present.slot == unlocked.slot => return Err(Error::SameKey),
+            Ok(present) => present.slot,
+            Err(_) => {
+                let rotated = KeySlot::wrap(&unlocked.key, new, &unlocked.slot)?;
+                for slot in self.slots.iter_mut().filter(|slot| slot.name == unlocked.slot) {
+                    *slot = rotated.clone();
+                }
+                unlocked.slot
+            }
+        };
+        // A key that leaked keeps no slot, whatever its name is.
+        while let Ok(former) = self.unlock_but(user, Some(&of_new)) {
+            self.slots.retain(|slot| slot.name != former.slot);
         }
-        let rotated = KeySlot::wrap(&unlocked.key, new, &unlocked.slot)?;
-        for slot in self.slots.iter_mut().filter(|slot| slot.name == unlocked.slot) {
-            *slot = rotated.clone();
-        }
-        Ok(unlocked.slot)
+        Ok(of_new)
     }
 }
 
@@ -423,6 +432,23 @@ mod tests {
         assert_eq!(encryption.rotate(&raw(1), &raw(2)).unwrap(), "a");
         assert_eq!(encryption.rotate(&raw(8), &raw(9)).unwrap_err(), Error::WrongKey);
         assert_eq!(encryption, rotated);
+    }
+
+    #[test]
+    fn a_rotated_key_opens_nothing_also_where_the_new_one_has_a_slot_already() {
+        let mut encryption = Encryption::create(&raw(1), "a").unwrap();
+        encryption.add(&raw(1), &raw(2), "second").unwrap();
+        encryption.add(&raw(1), &raw(1), "again").unwrap();
+        encryption.add(&raw(1), &raw(3), "other").unwrap();
+        let before = encryption.unlock(&raw(2)).unwrap().key;
+        assert_eq!(encryption.rotate(&raw(1), &raw(2)).unwrap(), "second");
+        assert_eq!(encryption.unlock(&raw(1)).unwrap_err(), Error::WrongKey);
+        let names: Vec<&str> = encryption.slots.iter().map(|slot| slot.name.as_str()).collect();
+        assert_eq!(names, ["second", "other"]);
+        assert!(encryption.unlock(&raw(2)).unwrap().key == before);
+        // A key that is not new rotates nothing, and says so.
+        assert_eq!(encryption.rotate(&raw(2), &raw(2)), Err(Error::SameKey));
+        assert_eq!(encryption.slots.len(), 2);
     }
 
     #[test]

@@ -150,13 +150,23 @@ impl Authority {
     /// Signs a request. Only the public key is taken from it: the controller decides the holder and
     /// the lifetime.
     pub fn issue(&self, csr_der: &[u8], holder: &Peer) -> Result<Issued, Error> {
+        self.issue_at(csr_der, holder, SystemTime::now())
+    }
+
+    /// Signs a request as [`Authority::issue`] does, by a clock that says `now`.
+    pub fn issue_at(
+        &self,
+        csr_der: &[u8],
+        holder: &Peer,
+        now: SystemTime,
+    ) -> Result<Issued, Error> {
         if csr_der.len() > REQUEST_BYTES_MAX {
             return Err(Error::certificate("the request is larger than the limit"));
         }
         let mut request =
             CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(csr_der))
                 .map_err(Error::certificate)?;
-        request.params = holder_params(holder, self.lifetimes.holder)?;
+        request.params = holder_params(holder, self.lifetimes.holder, now)?;
         let certificate = request.signed_by(&self.issuer()?).map_err(Error::certificate)?;
         Ok(self.issued(certificate.pem(), holder.role))
     }
@@ -289,11 +299,12 @@ fn now_s() -> u64 {
 
 /// Sets a validity that begins a little in the past, for hosts whose clocks are behind; never by so
 /// much that two thirds of a short lifetime would be over already.
-fn set_life(params: &mut CertificateParams, life: Duration) {
+fn set_life(params: &mut CertificateParams, life: Duration, now: SystemTime) {
+    let now_s = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let early = (life / 20).min(Duration::from_secs(300)).as_secs();
-    params.not_before = epoch + Duration::from_secs(now_s() - early);
-    params.not_after = epoch + Duration::from_secs(now_s() + life.as_secs().max(1));
+    params.not_before = epoch + Duration::from_secs(now_s.saturating_sub(early));
+    params.not_after = epoch + Duration::from_secs(now_s + life.as_secs().max(1));
 }
 
 fn serial() -> SerialNumber {
@@ -313,11 +324,18 @@ fn authority_params(cluster: ClusterId, generation: u64, life: Duration) -> Cert
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params.serial_number = Some(serial());
-    set_life(&mut params, life);
+    set_life(&mut params, life, SystemTime::now());
+    // Its beginning protects nothing. One that lay ahead, by a clock that was wrong, could not be made
+    // again as a member's can: a cross certificate's signer is gone.
+    params.not_before = rcgen::date_time_ymd(1970, 1, 1);
     params
 }
 
-fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Error> {
+fn holder_params(
+    holder: &Peer,
+    life: Duration,
+    now: SystemTime,
+) -> Result<CertificateParams, Error> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, holder.to_string());
@@ -335,7 +353,7 @@ fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Err
     params.extended_key_usages =
         vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     params.serial_number = Some(serial());
-    set_life(&mut params, life);
+    set_life(&mut params, life, now);
     Ok(params)
 }
 

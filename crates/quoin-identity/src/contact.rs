@@ -106,8 +106,10 @@ impl Contact {
                         return Err(status.message().to_owned());
                     }
                     Err(status) => {
-                        self.unreachable(status.message());
-                        self.reason(status.message())
+                        let clock = crate::error::wrong_time(&status);
+                        let why = clock.as_deref().unwrap_or(status.message());
+                        self.unreachable(why);
+                        self.reason(why)
                     }
                 }),
                 _ = shutdown.wait_for(|down| *down) => return Ok(()),

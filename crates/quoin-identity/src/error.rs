@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use quoin_types::Term;
 
-use crate::Role;
+use crate::{Role, clock};
 
 /// An identity, a certificate, a token or a secured connection that violates a rule.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +74,9 @@ pub enum Error {
     )]
     Unreachable { address: String, reason: String },
 
+    #[error("the controller at {address} is not spoken to: {reason}")]
+    Clock { address: String, reason: String },
+
     #[error("the controller refused: {0}")]
     Refused(String),
 
@@ -90,12 +93,34 @@ pub(crate) fn root(error: &dyn std::error::Error) -> String {
     cause.to_string()
 }
 
+/// Says that a certificate is not valid by one of the two clocks, where that is among the causes.
+pub(crate) fn wrong_time(error: &(dyn std::error::Error + 'static)) -> Option<String> {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        // An I/O error shows the source of what it has within, and not that itself.
+        let within = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        let tls = match within {
+            Some(within) => within.downcast_ref::<rustls::Error>(),
+            None => error.downcast_ref::<rustls::Error>(),
+        };
+        if let Some(text) = tls.and_then(clock::wrong_time) {
+            return Some(text);
+        }
+        cause = error.source();
+    }
+    None
+}
+
 impl Error {
     pub(crate) fn certificate(reason: impl std::fmt::Display) -> Self {
         Self::Certificate(reason.to_string())
     }
 
     pub(crate) fn unreachable(address: &str, error: &tonic::transport::Error) -> Self {
-        Self::Unreachable { address: address.to_owned(), reason: root(error) }
+        let address = address.to_owned();
+        match wrong_time(error) {
+            Some(reason) => Self::Clock { address, reason },
+            None => Self::Unreachable { address, reason: root(error) },
+        }
     }
 }

@@ -4,13 +4,14 @@
 //! but not that the records name this node as the volume's owner. The grant does: it states "this
 //! node may open this volume at this epoch as this incarnation", signed with the key of a
 //! controller's certificate, which comes with it. So a pool need not contact the controller, and IO
-//! continues while that one is down. The grant also states the term in which it was issued, so a
+//! continues while that one is down. It also says whether the node may change the volume's content: a
+//! node that has it read-only, or to which it is lent for work that reads, may not. The grant also states the term in which it was issued, so a
 //! pool learns of a newer term of which no controller has informed it ([`quoin_types::term`]).
 //!
 //! Bytes, little-endian: magic, cluster u128, volume u128, epoch u64, incarnation u128, node (u8
-//! length, bytes), and chain and signature ([`crate::signed`]). The magic is `QGR1` in term 0, so
+//! length, bytes), writes u8 (0 or 1), and chain and signature ([`crate::signed`]). The magic is `QGR1` in term 0, so
 //! that pools of versions that know no terms read it; else `QGR2`, and the term (number u64, id
-//! u128) follows the node.
+//! u128) follows.
 
 use bytes::{Buf, BufMut};
 use quoin_types::{Epoch, Incarnation, Term, TermId, VolumeId};
@@ -34,6 +35,8 @@ pub struct Grant {
     pub incarnation: Incarnation,
     /// The name in the certificate of the node on which the target runs.
     pub node: String,
+    /// It may change the volume's content.
+    pub writes: bool,
     /// Term of the controller that signed it. The epoch may be of a former term.
     pub term: Term,
 }
@@ -53,6 +56,7 @@ impl Grant {
         out.put_u128_le(self.incarnation.0);
         out.put_u8(self.node.len() as u8);
         out.put_slice(self.node.as_bytes());
+        out.put_u8(u8::from(self.writes));
         if of_a_term {
             out.put_u64_le(self.term.number);
             out.put_u128_le(self.term.id.0);
@@ -104,6 +108,11 @@ fn parse(bytes: &[u8]) -> Option<Parsed<'_>> {
     let length = rest.try_get_u8().ok()?;
     let node = std::str::from_utf8(take(&mut rest, length.into())?).ok()?.to_owned();
     check_name("node", &node).ok()?;
+    let writes = match rest.try_get_u8().ok()? {
+        0 => false,
+        1 => true,
+        _ => return None,
+    };
     let mut term = Term::default();
     if of_a_term {
         let number = rest.try_get_u64_le().ok()?;
@@ -117,7 +126,7 @@ fn parse(bytes: &[u8]) -> Option<Parsed<'_>> {
     let seal = signed::parse_seal(rest)?;
     Some(Parsed {
         cluster,
-        grant: Grant { volume, epoch, incarnation, node, term },
+        grant: Grant { volume, epoch, incarnation, node, writes, term },
         statement,
         seal,
     })
@@ -132,11 +141,13 @@ mod tests {
     fn grant() -> Grant {
         let (volume, epoch) = (VolumeId(5), Epoch(7));
         let term = Term::default();
-        Grant { volume, epoch, incarnation: Incarnation(9), node: "node-1".into(), term }
+        let (incarnation, node) = (Incarnation(9), "node-1".into());
+        Grant { volume, epoch, incarnation, node, writes: true, term }
     }
 
     fn grants() -> [Grant; 2] {
-        [grant(), Grant { term: Term { number: 3, id: TermId(0xabcd) }, ..grant() }]
+        let term = Term { number: 3, id: TermId(0xabcd) };
+        [grant(), Grant { term, writes: false, ..grant() }]
     }
 
     fn cluster() -> (tempfile::TempDir, Identity, Identity) {

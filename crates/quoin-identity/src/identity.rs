@@ -1,7 +1,7 @@
 //! An identity directory, loaded: configurations, channels, renewal.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -15,6 +15,8 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+use crate::clock::{self, Validity};
+use crate::clock_difference::ClockDifference;
 use crate::terms::{self, Terms};
 use crate::tls::{self, Current, Expected, Shared};
 use crate::{ClusterId, Error, Grant, Issued, Peer, files, peer_of};
@@ -40,6 +42,8 @@ struct Inner {
     peer: Peer,
     shared: Arc<Shared>,
     terms: Terms,
+    /// As the last call that could measure it found it.
+    clock: Mutex<Option<ClockDifference>>,
 }
 
 /// This process's identity in its cluster. Cheap to clone; all clones renew together.
@@ -58,7 +62,13 @@ impl Identity {
         let (peer, current) = load(dir)?;
         let shared = Arc::new(Shared::new(current));
         let terms = Terms::load(dir)?;
-        Ok(Self(Arc::new(Inner { dir: dir.to_owned(), peer, shared, terms })))
+        Ok(Self(Arc::new(Inner {
+            dir: dir.to_owned(),
+            peer,
+            shared,
+            terms,
+            clock: Mutex::default(),
+        })))
     }
 
     /// Returns the holder of this identity.
@@ -118,6 +128,16 @@ impl Identity {
         self.terms().verify(proof, &self.0.shared.get())
     }
 
+    /// Returns the difference of this host's clock from the controller's, as it was measured last.
+    #[must_use]
+    pub fn clock_difference(&self) -> Option<ClockDifference> {
+        *self.0.clock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn measured(&self, difference: ClockDifference) {
+        *self.0.clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(difference);
+    }
+
     /// Returns the terms that this member knows.
     pub fn terms(&self) -> &Terms {
         &self.0.terms
@@ -134,18 +154,36 @@ impl Identity {
 
     /// Returns first and last moment of the certificate in use.
     pub fn validity(&self) -> (SystemTime, SystemTime) {
-        validity_of(&self.0.shared.get().key.cert[0]).unwrap_or((UNIX_EPOCH, UNIX_EPOCH))
+        let Validity { from, until } = self.own_validity();
+        (from, until)
+    }
+
+    fn own_validity(&self) -> Validity {
+        let none = Validity { from: UNIX_EPOCH, until: UNIX_EPOCH };
+        Validity::of(&self.0.shared.get().key.cert[0]).unwrap_or(none)
     }
 
     /// Returns whether the certificate has expired. An expired one cannot be renewed with itself.
     pub fn has_run_out(&self) -> bool {
-        self.validity().1 <= SystemTime::now()
+        self.own_validity().has_run_out(SystemTime::now())
     }
 
     /// Returns when to renew: at two thirds of the certificate's lifetime.
     pub fn renew_at(&self) -> SystemTime {
-        let (from, until) = self.validity();
-        from + until.duration_since(from).unwrap_or_default() * 2 / 3
+        self.own_validity().renew_at()
+    }
+
+    /// Returns whether to renew now: the certificate is near its end, or not valid yet, because
+    /// it was issued by a clock that was ahead.
+    pub fn is_due(&self) -> bool {
+        self.own_validity().is_due(SystemTime::now())
+    }
+
+    /// Says why the certificate is not valid yet; `None`: it is.
+    #[must_use]
+    pub fn not_valid_yet(&self) -> Option<String> {
+        let (validity, now) = (self.own_validity(), SystemTime::now());
+        validity.is_not_yet(now).then(|| clock::not_yet(&validity, now))
     }
 
     pub(crate) fn has_key(dir: &Path) -> bool {
@@ -238,11 +276,13 @@ impl Identity {
     /// Returns the time to sleep before the next check whether to renew. Never long: see
     /// [`CALENDAR_CHECK`].
     fn next_check(&self, is_failing: bool) -> Duration {
-        let (from, until) = self.validity();
+        let (validity, now) = (self.own_validity(), SystemTime::now());
         let wait = if is_failing {
-            until.duration_since(from).unwrap_or_default() / 60
+            validity.life() / 60
+        } else if validity.is_due(now) {
+            Duration::ZERO
         } else {
-            self.renew_at().duration_since(SystemTime::now()).unwrap_or_default()
+            validity.renew_at().duration_since(now).unwrap_or_default()
         };
         // Files that a new token puts on disk are to work at once for all processes that share
         // them.
@@ -260,17 +300,24 @@ impl Identity {
                 () = tokio::time::sleep(self.next_check(failures > 0)) => {}
                 _ = shutdown.wait_for(|down| *down) => return,
             }
-            if failures == 0 && self.renew_at() > SystemTime::now() {
+            if failures == 0 && !self.is_due() {
                 continue;
             }
-            if self.reload().is_ok() && self.renew_at() > SystemTime::now() {
+            if self.reload().is_ok() && !self.is_due() {
                 failures = 0;
                 continue;
             }
             match self.renew(&controller_addr).await {
                 Ok(()) => {
-                    failures = 0;
                     tracing::info!(holder = %self.0.peer, "certificate renewed");
+                    // By a clock that is behind the controller's, the next one is no better.
+                    match self.not_valid_yet() {
+                        None => failures = 0,
+                        Some(why) => {
+                            failures += 1;
+                            tracing::warn!("the certificate is new, and {why}");
+                        }
+                    }
                 }
                 Err(_) if self.has_run_out() => {
                     failures += 1;
@@ -352,15 +399,7 @@ fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>,
 /// Returns when a certificate expires; `None` for bytes that are no certificate.
 #[must_use]
 pub fn valid_until(certificate: &CertificateDer<'_>) -> Option<SystemTime> {
-    validity_of(certificate).map(|(_, until)| until)
-}
-
-/// Returns first and last moment of a certificate.
-pub(crate) fn validity_of(certificate: &CertificateDer<'_>) -> Option<(SystemTime, SystemTime)> {
-    let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
-    let moment = |t: i64| u64::try_from(t).ok().map(|s| UNIX_EPOCH + Duration::from_secs(s));
-    let validity = parsed.validity();
-    Some((moment(validity.not_before.timestamp())?, moment(validity.not_after.timestamp())?))
+    Validity::of(certificate).map(|validity| validity.until)
 }
 
 #[cfg(test)]
@@ -382,12 +421,13 @@ mod tests {
             epoch: quoin_types::Epoch(7),
             incarnation: quoin_types::Incarnation(9),
             node: "node-1".into(),
+            writes: true,
             term: Term { number, id: quoin_types::TermId(number.into()) },
         };
         let former = &b"quoin epoch grant, format 1\0"[..];
         let of_term = &b"quoin epoch grant, format 2\0"[..];
-        // Magic, cluster, volume, epoch, incarnation and node; the term.
-        let statement_bytes = 4 + 16 + 16 + 8 + 16 + 7;
+        // Magic, cluster, volume, epoch, incarnation, node and whether it writes; the term.
+        let statement_bytes = 4 + 16 + 16 + 8 + 16 + 7 + 1;
         for (grant, bytes, context, other) in [
             (of(0), statement_bytes, former, of_term),
             (of(3), statement_bytes + 24, of_term, former),

@@ -21,18 +21,19 @@ use rustls::ServerConfig;
 use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep};
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
 use tonic::transport::server::Connected;
 
-use crate::identity::{CALENDAR_CHECK, validity_of};
+use crate::clock::Validity;
+use crate::identity::CALENDAR_CHECK;
 use crate::shares::{Shares, Slot};
 use crate::{Peer, key_hash_of, peer_of};
 
-/// The caller of a request; every request of a served connection carries it as an extension.
+/// The caller of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Caller {
     /// Connected over a unix socket: the file's permissions let it in.
@@ -41,6 +42,28 @@ pub enum Caller {
     Member(Member),
     /// Connected over TLS without a certificate.
     Newcomer,
+}
+
+/// Calls at a time on a connection without a certificate.
+const NEWCOMERS_CALLS_MAX: usize = 2;
+
+/// One connection as its requests see it: every request of a served one carries it as an extension.
+#[derive(Clone, Debug)]
+pub struct Connection {
+    pub caller: Caller,
+    calls: Arc<Semaphore>,
+}
+
+impl Connection {
+    fn new(caller: Caller) -> Self {
+        Self { caller, calls: Arc::new(Semaphore::new(NEWCOMERS_CALLS_MAX)) }
+    }
+
+    /// Returns the place of a call without a certificate; `None`: this connection has none left.
+    #[must_use]
+    pub fn begin_call(&self) -> Option<OwnedSemaphorePermit> {
+        self.calls.clone().try_acquire_owned().ok()
+    }
 }
 
 /// The holder of a verified certificate. Several certificates may name one holder: the key
@@ -52,6 +75,17 @@ pub struct Member {
     pub key_hash: String,
     /// Start of its connection: a change of trust after it did not let the connection in.
     pub connected: std::time::Instant,
+    /// First moment of the certificate where that lay ahead as the connection began. Until then the
+    /// connection serves for a renewal alone; it lasts as long as a newcomer's.
+    pub valid_from: Option<SystemTime>,
+}
+
+impl Member {
+    /// Returns whether the certificate is not valid yet.
+    #[must_use]
+    pub fn is_early(&self) -> bool {
+        self.valid_from.is_some_and(|from| SystemTime::now() < from)
+    }
 }
 
 /// Limits of one port.
@@ -92,8 +126,9 @@ impl Default for IncomingLimits {
 /// One authenticated connection.
 pub struct PeerStream {
     stream: TlsStream<TcpStream>,
-    caller: Caller,
-    /// Expiry of the certificate; `None`: at the next check, as the end of a newcomer's time is.
+    connection: Connection,
+    /// Expiry of the certificate; `None`: at the next check, as the end of a newcomer's time is, and
+    /// of a member's that is not valid yet.
     ends: Option<SystemTime>,
     next_check: Pin<Box<Sleep>>,
     /// Held for as long as the connection lasts.
@@ -108,7 +143,7 @@ enum Place {
 
 impl PeerStream {
     pub fn caller(&self) -> &Caller {
-        &self.caller
+        &self.connection.caller
     }
 
     fn check_expiry(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
@@ -131,9 +166,9 @@ fn until_next_check(ends: SystemTime) -> Option<Duration> {
 }
 
 impl Connected for PeerStream {
-    type ConnectInfo = Caller;
-    fn connect_info(&self) -> Caller {
-        self.caller.clone()
+    type ConnectInfo = Connection;
+    fn connect_info(&self) -> Connection {
+        self.connection.clone()
     }
 }
 
@@ -186,6 +221,22 @@ struct Admission {
     handshakes_by_source: Mutex<HashMap<Source, Arc<Semaphore>>>,
     members: Shares<Peer>,
     newcomers: ConnectionSlots,
+    refusals: Mutex<Refusals>,
+}
+
+/// A line that a caller can cause, written at most every ten seconds.
+#[derive(Default)]
+struct Refusals(Option<Instant>);
+
+impl Refusals {
+    fn is_due(&mut self) -> bool {
+        const AGAIN: Duration = Duration::from_secs(10);
+        let is_due = self.0.is_none_or(|last| last.elapsed() >= AGAIN);
+        if is_due {
+            self.0 = Some(Instant::now());
+        }
+        is_due
+    }
 }
 
 /// The connections that have sent nothing yet, the oldest first.
@@ -220,6 +271,7 @@ async fn accept(
         handshakes_by_source: Mutex::default(),
         members: Shares::new(limits.connections_max, limits.connections_a_member_max),
         newcomers: ConnectionSlots::new(limits.newcomers_max),
+        refusals: Mutex::default(),
     });
     let mut silent = Silent::default();
     loop {
@@ -291,15 +343,21 @@ impl Admission {
             return tracing::debug!(%address, "cannot read the certificate");
         };
         let Some(place) = self.place_of(&caller, address) else {
-            return tracing::warn!(%address, ?caller, "connection refused: no free slot");
+            // A line for each would let strangers write the log.
+            if self.refusals.lock().expect("no holder of this lock panics").is_due() {
+                tracing::warn!(%address, ?caller, "connections are refused: no free slot");
+            }
+            return;
         };
         let first_check = match ends {
             Some(ends) => until_next_check(ends).unwrap_or_default(),
             None => Duration::from_millis(self.limits.newcomer_ms),
         };
         let next_check = Box::pin(tokio::time::sleep(first_check));
-        let _ =
-            ready.send(Ok(PeerStream { stream, caller, ends, next_check, _place: place })).await;
+        let connection = Connection::new(caller);
+        let _ = ready
+            .send(Ok(PeerStream { stream, connection, ends, next_check, _place: place }))
+            .await;
     }
 
     /// Returns a place among the members, or among the callers without a certificate.
@@ -338,10 +396,11 @@ fn caller_of(
     let Some(leaf) = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()) else {
         return Some((Caller::Newcomer, None));
     };
-    let (_, until) = validity_of(leaf)?;
+    let validity = Validity::of(leaf)?;
     let (peer, key_hash) = (peer_of(leaf).ok()?, key_hash_of(leaf).ok()?);
-    let member = Member { peer, key_hash, connected };
-    Some((Caller::Member(member), Some(until)))
+    let valid_from = validity.is_not_yet(SystemTime::now()).then_some(validity.from);
+    let ends = valid_from.is_none().then_some(validity.until);
+    Some((Caller::Member(Member { peer, key_hash, connected, valid_from }), ends))
 }
 
 #[cfg(test)]

@@ -116,6 +116,9 @@ impl<'a> Unused<'a> {
 }
 
 pub(crate) fn refused(status: tonic::Status) -> Error {
+    if let Some(reason) = crate::error::wrong_time(&status) {
+        return Error::Refused(reason);
+    }
     Error::Refused(format!("{} ({:?})", status.message(), status.code()))
 }
 

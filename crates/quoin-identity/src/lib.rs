@@ -29,6 +29,8 @@
 
 mod authority;
 mod channel;
+mod clock;
+mod clock_difference;
 mod contact;
 pub mod convert;
 mod error;
@@ -47,12 +49,13 @@ mod token;
 
 pub use authority::{Authority, Issued, Lifetimes, key_hash_of, key_hash_of_request};
 pub use channel::{SourceAddress, unix_channel, unix_incoming};
+pub use clock_difference::{ClockDifference, show_time};
 pub use contact::{Contact, is_member_removed, mark_removed};
 pub use error::Error;
 pub use files::{make_dir, write_private};
 pub use grant::Grant;
 pub use identity::{Identity, valid_until};
-pub use incoming::{Caller, IncomingLimits, Member, PeerStream, serve_incoming};
+pub use incoming::{Caller, Connection, IncomingLimits, Member, PeerStream, serve_incoming};
 pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
 pub use shares::{NoSlot, Shares, Slot};

@@ -2,6 +2,7 @@
 //! answer of a former term is refused here, for every method.
 
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -13,7 +14,7 @@ use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::Channel;
 
-use crate::{Error, Identity};
+use crate::{ClockDifference, Error, Identity};
 
 /// Header with the proof of a term, of a request and of its answer.
 const TERM: &str = "quoin-term";
@@ -75,12 +76,19 @@ impl Service<Request<Body>> for TermChannel {
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         if let Some(identity) = &self.identity {
             show_term(request.headers_mut(), &identity.terms().highest().proof);
+            if let Some(difference) = identity.clock_difference() {
+                difference.show(request.headers_mut());
+            }
         }
+        let began = Instant::now();
         let answer = self.inner.call(request);
         let identity = self.identity.clone();
         Box::pin(async move {
             let answer = answer.await?;
             let Some(identity) = identity else { return Ok(answer) };
+            if let Some(measured) = ClockDifference::by_answer(answer.headers(), began.elapsed()) {
+                identity.measured(measured);
+            }
             let proof = shown_term(answer.headers());
             let rules = !answer.headers().contains_key(DOES_NOT_RULE);
             Ok(match identity.accept_controller_term(&proof, rules) {

@@ -267,6 +267,7 @@ mod tests {
             epoch: quoin_types::Epoch(2),
             incarnation: quoin_types::Incarnation(3),
             node: "n1".into(),
+            writes: true,
             term: FIRST,
         };
         let bytes = controller.sign_grant(&grant).unwrap();

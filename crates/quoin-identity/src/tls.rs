@@ -22,6 +22,7 @@ use rustls::{
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use crate::authority::fingerprint;
+use crate::clock::warn_of_wrong_time;
 use crate::{ClusterId, Error, Peer, Role, peer_of};
 
 static PROVIDER: LazyLock<Arc<CryptoProvider>> =
@@ -133,6 +134,7 @@ fn verify_chain(
     let algorithms = PROVIDER.signature_verification_algorithms.all;
     let leaf = ParsedCertificate::try_from(leaf)?;
     verify_server_cert_signed_by_trust_anchor(&leaf, roots, others, now, algorithms)
+        .inspect_err(warn_of_wrong_time)
 }
 
 /// The signature of the handshake itself is checked in one way by every verifier here.
@@ -166,7 +168,8 @@ macro_rules! signatures {
 #[derive(Debug)]
 struct Clients {
     shared: Arc<Shared>,
-    /// False only at the controller, where newcomers connect without a certificate.
+    /// False only at the controller, where newcomers connect without a certificate, and members whose
+    /// certificate is not valid yet come for another one.
     mandatory: bool,
 }
 
@@ -186,7 +189,16 @@ impl ClientCertVerifier for Clients {
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
         let current = self.shared.get();
-        let verified = current.clients.verify_client_cert(leaf, others, now)?;
+        let verified = match current.clients.verify_client_cert(leaf, others, now) {
+            // Everything but the time is proven as ever. The connection serves for a renewal alone:
+            // see `Member::valid_from`.
+            Err(rustls::Error::InvalidCertificate(CertificateError::NotValidYetContext {
+                not_before,
+                ..
+            })) if !self.mandatory => current.clients.verify_client_cert(leaf, others, not_before),
+            verified => verified,
+        }
+        .inspect_err(warn_of_wrong_time)?;
         current.member(leaf)?;
         Ok(verified)
     }

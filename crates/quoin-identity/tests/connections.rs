@@ -90,6 +90,82 @@ async fn an_expired_certificate_is_refused_on_either_side() {
     connect_both(&node, &pool, Expected::Role(Role::Node)).await.unwrap_err();
 }
 
+/// Makes the certificate of an identity one that is valid a day from now.
+fn make_early(authority: &Authority, identity: &Identity) {
+    let tomorrow = std::time::SystemTime::now() + Duration::from_secs(86_400);
+    let request = identity.renewal_request().unwrap();
+    identity.install(&authority.issue_at(&request, identity.peer(), tomorrow).unwrap()).unwrap();
+}
+
+#[tokio::test]
+async fn a_certificate_that_is_not_valid_yet_is_refused_on_either_side_and_is_due() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 30 * 86_400);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    assert!(!pool.is_due() && pool.not_valid_yet().is_none());
+    make_early(&authority, &pool);
+    assert!(pool.is_due() && !pool.has_run_out());
+    assert!(pool.not_valid_yet().unwrap().contains("check this host's clock"));
+    connect_both(&pool, &node, Expected::Role(Role::Pool)).await.unwrap_err();
+    connect_both(&node, &pool, Expected::Role(Role::Node)).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn a_member_is_told_of_the_clocks_where_a_controller_is_not_valid_yet_or_has_expired() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 30 * 86_400);
+    let issue =
+        |role, name: &str| authority.issue_identity(&dir.path().join(name), role, name).unwrap();
+    let (controller, node) = (issue(Role::Controller, "controller"), issue(Role::Node, "n1"));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let acceptor = TlsAcceptor::from(controller.controller_config().unwrap());
+    tokio::spawn(async move {
+        while let Ok((tcp, _)) = listener.accept().await {
+            let _ = acceptor.accept(tcp).await;
+        }
+    });
+    let now = std::time::SystemTime::now();
+    let month = Duration::from_secs(31 * 86_400);
+    for (issued_at, word) in [(now + month, "not valid before"), (now - month, "expired at")] {
+        let request = controller.renewal_request().unwrap();
+        let issued = authority.issue_at(&request, controller.peer(), issued_at).unwrap();
+        controller.install(&issued).unwrap();
+        let text = node.connect(&address).await.err().expect("refused").to_string();
+        assert!(text.contains(word) && text.contains("check this host's clock"), "{text}");
+        let year = |text: &str| text.matches("T").count() >= 2 && text.contains("Z");
+        assert!(year(&text) && !text.contains("start it"), "both times, no wrong way out: {text}");
+        let renewed = node.renew(&address).await.unwrap_err().to_string();
+        assert!(renewed.contains("check this host's clock"), "{renewed}");
+    }
+}
+
+#[tokio::test]
+async fn an_authority_whose_clock_was_ahead_as_it_was_rotated_is_believed_by_a_right_one() {
+    use x509_parser::prelude::{FromDer, X509Certificate};
+    let dir = tempfile::tempdir().unwrap();
+    let mut authority = authority(dir.path(), 3600);
+    authority.rotate().unwrap();
+    let issued = {
+        let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+        authority.issue(&pool.renewal_request().unwrap(), pool.peer()).unwrap()
+    };
+    use rustls_pki_types::{CertificateDer, pem::PemObject};
+    let of_authorities = format!("{}{}", issued.chain_pem, issued.authorities_pem);
+    let all = CertificateDer::pem_slice_iter(of_authorities.as_bytes());
+    let begins: Vec<i64> = all
+        .map(|der| {
+            let der = der.unwrap();
+            let (_, parsed) = X509Certificate::from_der(&der).unwrap();
+            parsed.validity().not_before.timestamp()
+        })
+        .collect();
+    // The member's own, the cross certificate, and both authorities.
+    assert_eq!(begins.len(), 4);
+    assert!(begins[0] > 0 && begins[1..] == [0, 0, 0], "{begins:?}");
+}
+
 #[tokio::test]
 async fn during_a_rotation_old_and_new_certificates_connect_in_every_pairing() {
     let dir = tempfile::tempdir().unwrap();

@@ -24,11 +24,32 @@ impl Refused {
     }
 }
 
+/// What TLS has proven of a client.
+#[derive(Clone, Copy)]
+pub struct Proven<'a> {
+    pub certificates: &'a [CertificateDer<'static>],
+    /// Secret of this connection, which both of its ends have, and nobody else.
+    pub secret: [u8; 32],
+}
+
+/// Returns the secret of a connection, which both of its ends have, and nobody else.
+///
+/// # Errors
+/// The handshake has not ended.
+pub fn connection_secret<Data>(
+    connection: &rustls::ConnectionCommon<Data>,
+) -> Result<[u8; 32], rustls::Error> {
+    connection.export_keying_material([0; 32], b"EXPORTER-quoin-nbd", None)
+}
+
 /// The exports behind one connection. They are looked up for each option again, so that a volume
 /// that grew or was removed meanwhile is reported correctly.
 pub trait Exports: Send {
-    /// Receives the certificate chain that TLS has just proven; called before any other method.
-    fn identify(&mut self, _certificates: &[CertificateDer<'static>]) {}
+    /// Receives what TLS has just proven; called before any other method.
+    fn identify(&mut self, _proven: &Proven<'_>) {}
+
+    /// Receives a client's proof that it has the key of a volume, made over [`Proven::secret`].
+    fn prove(&self, _proof: [u8; 32]) {}
 
     /// Called when a volume has grown.
     fn device_changed(&mut self, _device: &DeviceInfo) {}

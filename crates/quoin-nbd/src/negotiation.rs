@@ -205,6 +205,13 @@ impl Negotiation {
                 self.structured = true;
                 answer(output, code, reply::ACK, &[]);
             }
+            option::PROVE_KEY if self.tls == Tls::Up => match data.try_into() {
+                Ok(proof) => {
+                    exports.prove(proof);
+                    answer(output, code, reply::ACK, &[]);
+                }
+                Err(_) => refuse(output, code, reply::ERR_INVALID, "a proof has 32 bytes"),
+            },
             option::LIST | option::STARTTLS | option::STRUCTURED_REPLY => {
                 refuse(output, code, reply::ERR_INVALID, "this option carries no data");
             }
@@ -307,9 +314,8 @@ impl Negotiation {
             return refuse(output, code, reply::ERR_INVALID, "the option's lengths do not add up");
         };
         let shown = ClientId(u128::from_be_bytes(id));
-        let found = exports.find(name).and_then(|device| {
-            Ok((device, exports.client(name, shown)?))
-        });
+        let found =
+            exports.find(name).and_then(|device| Ok((device, exports.client(name, shown)?)));
         match found {
             Ok((device, Some((client, begins)))) if !device.read_only => {
                 answer(output, code, reply::CLIENT, &client.0.to_be_bytes());

@@ -27,6 +27,9 @@ pub mod option {
     /// Of this product: the client numbers its changing requests (`docs/nbd.md`). Its data is the
     /// name of the export (length and bytes) and the id of the client, 16 bytes; 0: it has none yet.
     pub const CLIENT: u32 = u32::from_be_bytes(*b"QUO\x01");
+    /// Of this project alone: 32 bytes by which a client proves that it has the key of an encrypted
+    /// volume. It is answered by ACK whatever they are, and tells nothing.
+    pub const PROVE_KEY: u32 = u32::from_be_bytes(*b"QKEY");
 }
 
 /// Types of option replies; the high bit marks an error.

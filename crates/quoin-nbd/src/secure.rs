@@ -5,8 +5,8 @@ use std::io::{ErrorKind, Read, Write};
 use bytes::{Buf, Bytes, BytesMut};
 use quoin_types::block::Closed;
 use rustls::ServerConnection;
-use rustls::pki_types::CertificateDer;
 
+use super::exports::{Proven, connection_secret};
 use super::session::TlsPolicy;
 
 /// One TLS connection and the clear bytes that its session has not consumed yet.
@@ -53,13 +53,16 @@ impl Secure {
         Ok(())
     }
 
-    /// Returns the client's certificates, once: when the handshake has just proven them.
-    pub(super) fn take_peer_certificates(&mut self) -> Option<&[CertificateDer<'static>]> {
+    /// Returns what the handshake has proven, once: when it has just ended.
+    pub(super) fn take_proven(&mut self) -> Result<Option<Proven<'_>>, Closed> {
         if self.identified || self.connection.is_handshaking() {
-            return None;
+            return Ok(None);
         }
         self.identified = true;
-        Some(self.connection.peer_certificates().unwrap_or_default())
+        let secret = connection_secret(&self.connection)
+            .map_err(|error| Closed(format!("TLS failed: {error}")))?;
+        let certificates = self.connection.peer_certificates().unwrap_or_default();
+        Ok(Some(Proven { certificates, secret }))
     }
 
     /// Encrypts `clear`, and adds the messages of TLS itself.

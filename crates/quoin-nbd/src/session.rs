@@ -139,8 +139,8 @@ impl Session {
                 return Ok(());
             }
             let decrypted = secure.open(input);
-            if let Some(certificates) = secure.take_peer_certificates() {
-                self.exports.identify(certificates);
+            if let Some(proven) = secure.take_proven()? {
+                self.exports.identify(&proven);
             }
             secure.seal(Vec::new(), output)?;
             decrypted?;

@@ -5,15 +5,15 @@
 //! here, so that a hostile client costs the volume nothing.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use quoin_types::{ClientId, Origin};
 use quoin_types::block::{
     BlockError, Closed, DeviceInfo, Operation, Payload, Reply, Request, StatusExtent,
 };
+use quoin_types::{ClientId, Origin};
 
 use super::protocol::{
-    BASE_ALLOCATION_ID, CHUNK_HEADER_BYTES, NUMBER_BYTES, PAYLOAD_BYTES_MAX, REQUEST_HEADER_BYTES, RequestHeader,
-    SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE, STATE_ZERO, STRUCTURED_REPLY_MAGIC, be64, chunk,
-    command, error, error_number,
+    BASE_ALLOCATION_ID, CHUNK_HEADER_BYTES, NUMBER_BYTES, PAYLOAD_BYTES_MAX, REQUEST_HEADER_BYTES,
+    RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE, STATE_ZERO,
+    STRUCTURED_REPLY_MAGIC, be64, chunk, command, error, error_number,
 };
 use super::session::Limits;
 

@@ -46,6 +46,19 @@ fn many_requests_in_flight_come_back_each_with_its_own_data() {
 }
 
 #[test]
+fn a_server_that_does_not_answer_is_told_with_the_way_out_and_no_number_of_an_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let handshake_timeout = Duration::from_millis(100);
+    let connected = Client::connect(ClientOptions { handshake_timeout, ..options(&path) });
+    let Err(error) = connected else { panic!("nobody accepts it") };
+    let text = error.to_string();
+    assert!(text.contains("no answer within 100 ms") && text.contains("try again"), "{text}");
+    assert!(!text.contains("os error"), "{text}");
+}
+
+#[test]
 fn status_distinguishes_data_from_holes_and_errors_have_their_numbers() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nbd.sock");

@@ -7,7 +7,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use quoin_nbd::client::{Address, Client, ClientOptions, Done, ExportInfo, Link, RequestError};
+use quoin_nbd::client::{
+    Address, Client, ClientOptions, Done, ExportInfo, Link, Register, RequestError,
+};
 use quoin_nbd::protocol::{
     CHUNK_HEADER_BYTES, FLAG_FIXED_NEWSTYLE, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC,
     REQUEST_HEADER_BYTES, RequestHeader, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk, error,

@@ -172,6 +172,23 @@ fn no_export_is_reported_before_tls() {
 }
 
 #[test]
+fn a_proof_of_a_key_is_taken_through_tls_alone_and_its_answer_tells_nothing() {
+    let authority = Authority::new();
+    let mut clear = connection(&authority, &volume(1 << 20));
+    let proof = [7; 32];
+    assert_eq!(request_option(&mut clear, option::PROVE_KEY, &proof).unwrap(), reply::ERR_TLS_REQD);
+    assert_eq!(request_option(&mut clear, option::STARTTLS, &[]).unwrap(), reply::ACK);
+    let mut stream = secure(clear, authority.client(Some(&authority)));
+    for wrong in [&[][..], &[7; 31], &[7; 33]] {
+        let answer = request_option(&mut stream, option::PROVE_KEY, wrong).unwrap();
+        assert_eq!(answer, reply::ERR_INVALID);
+    }
+    for _ in 0..2 {
+        assert_eq!(request_option(&mut stream, option::PROVE_KEY, &proof).unwrap(), reply::ACK);
+    }
+}
+
+#[test]
 fn a_client_without_a_certificate_of_this_cluster_is_refused() {
     let (authority, foreign) = (Authority::new(), Authority::new());
     for certificate in [None, Some(&foreign)] {

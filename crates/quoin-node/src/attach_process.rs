@@ -1,5 +1,6 @@
 //! The attach process of this host as an [`Attacher`].
 
+use std::future::Future;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,27 @@ impl AttachProcess {
     }
 }
 
+/// Longest wait for an answer of the daemon. It works on behind: a device that waits for the IO of
+/// its volume holds up the calls of that volume alone.
+const ANSWER_MAX: Duration = Duration::from_secs(30);
+
+/// Waits for an answer about a volume.
+async fn answered<T>(
+    volume: &str,
+    what: &str,
+    answer: impl Future<Output = Result<T, quoin_attach::Error>>,
+) -> Result<T, Error> {
+    match tokio::time::timeout(ANSWER_MAX, answer).await {
+        Ok(answer) => answer.map_err(refused),
+        Err(_) => Err(Error::Waiting {
+            what: format!("the attach process {what} the device of volume {volume}"),
+            waited_ms: u64::try_from(ANSWER_MAX.as_millis()).unwrap_or(u64::MAX),
+            way_out: "it goes on with that, and this call may be repeated; `quoin volume doctor` \
+                      says what the volume's IO waits for",
+        }),
+    }
+}
+
 #[async_trait]
 impl Attacher for AttachProcess {
     async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error> {
@@ -39,38 +61,38 @@ impl Attacher for AttachProcess {
             file_only: false,
             key: request.key.clone(),
         };
-        Ok(self.client.attach(wanted).await.map_err(refused)?.device)
+        let attached = answered(&request.volume, "to make", self.client.attach(wanted)).await?;
+        Ok(attached.device)
     }
 
     async fn detach(&self, volume: &str) -> Result<(), Error> {
         let started = Instant::now();
-        loop {
+        let detach = async || loop {
             match self.client.detach(volume).await {
                 Err(quoin_attach::Error::Refused { kind: Kind::Busy, .. })
                     if started.elapsed() < RELEASE_TIME =>
                 {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
-                outcome => return outcome.map_err(refused),
+                outcome => return outcome,
             }
-        }
+        };
+        answered(volume, "to remove", detach()).await
     }
 
     async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error> {
         if self.device(volume).await?.is_none() {
             return Ok(());
         }
-        self.client.resize(volume, size_bytes).await.map(drop).map_err(refused)
+        answered(volume, "to resize", self.client.resize(volume, size_bytes)).await.map(drop)
     }
 
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error> {
-        let attached = self.client.list().await.map_err(refused)?;
-        Ok(attached.into_iter().find(|one| one.volume == volume).map(|one| one.device))
+        Ok(self.session(volume).await?.device)
     }
 
     async fn session(&self, volume: &str) -> Result<Session, Error> {
-        let attached = self.client.list().await.map_err(refused)?;
-        let Some(own) = attached.into_iter().find(|one| one.volume == volume) else {
+        let Some(own) = answered(volume, "to name", self.client.find(volume)).await? else {
             return Ok(Session::default());
         };
         let dead = Some(own.dead).filter(|why| !why.is_empty());
@@ -78,9 +100,7 @@ impl Attacher for AttachProcess {
     }
 
     async fn dead(&self, volume: &str) -> Result<Option<String>, Error> {
-        let attached = self.client.list().await.map_err(refused)?;
-        let dead = attached.into_iter().find(|one| one.volume == volume).map(|one| one.dead);
-        Ok(dead.filter(|why| !why.is_empty()))
+        Ok(self.session(volume).await?.dead)
     }
 }
 
@@ -114,7 +134,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_device_is_dead_only_if_its_own_volume_is_reported_dead() {
-        use quoin_attach::protocol::{Attached, Response};
+        use quoin_attach::protocol::{Attached, Request, Response};
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
         let directory = tempfile::tempdir().unwrap();
@@ -133,12 +153,20 @@ mod tests {
             link: None,
             dead: dead.into(),
         };
-        let list = Response::List(vec![attached("1", "another node has it"), attached("2", "")]);
-        let answer = format!("{}\n", serde_json::to_string(&list).unwrap());
+        let all = vec![attached("1", "another node has it"), attached("2", "")];
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
-                while stream.read_u8().await.is_ok_and(|byte| byte != b'\n') {}
-                stream.write_all(answer.as_bytes()).await.unwrap();
+                let mut request = Vec::new();
+                while let Ok(byte) = stream.read_u8().await {
+                    request.push(byte);
+                    if byte == b'\n' {
+                        break;
+                    }
+                }
+                let Ok(Request::Find { volume }) = serde_json::from_slice(&request) else { return };
+                let found = all.iter().filter(|one| one.volume == volume).cloned().collect();
+                let answer = serde_json::to_string(&Response::List(found)).unwrap();
+                stream.write_all(format!("{answer}\n").as_bytes()).await.unwrap();
             }
         });
         let process = AttachProcess::new(&socket);

@@ -1,23 +1,34 @@
 //! The kernel's facts about a block device, and the one switch that is needed of it.
 
 use std::fs::File;
-use std::io::{Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
+use crate::device_calls::DeviceThread;
 use crate::error::Error;
+use crate::mountinfo::Mount;
 
 /// `BLKROSET` of linux/fs.h: takes a pointer to an int, non-zero makes the device read-only.
 const BLKROSET: libc::Ioctl = 0x125d;
 
-/// Returns the size of a block device (or file) in bytes.
+/// Unit of the size in `/sys`, whatever the device's block size.
+const SECTOR_BYTES: u64 = 512;
+
+/// Returns the size of a block device in bytes. The kernel's table is read and the device is not
+/// opened, so nothing of the volume is waited for.
 ///
 /// # Errors
-/// If it cannot be opened.
+/// If it is no block device, or the kernel does not list it.
 pub fn size_bytes(device: &Path) -> Result<u64, Error> {
-    let mut file = File::open(device).map_err(Error::io("opening", device))?;
-    file.seek(SeekFrom::End(0)).map_err(Error::io("measuring", device))
+    let measuring = || Error::io("measuring", device);
+    let Some((major, minor)) = major_minor(device) else {
+        return Err(measuring()(std::io::ErrorKind::NotFound.into()));
+    };
+    let listed = std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/size"));
+    let sectors = listed.map_err(measuring())?.trim().parse::<u64>();
+    let unreadable = |_| measuring()(std::io::ErrorKind::InvalidData.into());
+    Ok(sectors.map_err(unreadable)?.saturating_mul(SECTOR_BYTES))
 }
 
 /// Returns the device number of a block device node; `None` for anything else.
@@ -38,12 +49,23 @@ pub fn major_minor(device: &Path) -> Option<(u32, u32)> {
 ///
 /// # Errors
 /// If it cannot be opened.
-pub fn is_held(device: &Path) -> Result<bool, Error> {
+pub fn is_held(_: &DeviceThread, device: &Path) -> Result<bool, Error> {
     match File::options().read(true).custom_flags(libc::O_EXCL).open(device) {
         Ok(_) => Ok(false),
         Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => Ok(true),
         Err(error) => Err(Error::io("opening", device)(error)),
     }
+}
+
+/// Returns whether a mount is a bind of the device's own node.
+#[must_use]
+pub fn is_node_at(mount: &Mount, device: &Path) -> bool {
+    // A mount of another file system is not looked at: its server may be away.
+    let is_beside = std::fs::metadata(device).is_ok_and(|node| {
+        let of = node.dev();
+        (libc::major(of), libc::minor(of)) == (mount.major, mount.minor)
+    });
+    is_beside && number(device).is_some_and(|own| number(&mount.mount_point) == Some(own))
 }
 
 /// Makes the kernel refuse (or accept) writes to the device.
@@ -52,7 +74,7 @@ pub fn is_held(device: &Path) -> Result<bool, Error> {
 ///
 /// # Errors
 /// If the device cannot be opened, is not a block device, or the caller is not root.
-pub fn set_read_only(device: &Path, read_only: bool) -> Result<(), Error> {
+pub fn set_read_only(_: &DeviceThread, device: &Path, read_only: bool) -> Result<(), Error> {
     let file = File::open(device).map_err(Error::io("opening", device))?;
     let value = libc::c_int::from(read_only);
     // SAFETY: BLKROSET reads one int through the pointer, which outlives the call.

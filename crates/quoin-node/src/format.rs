@@ -16,6 +16,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::str::FromStr;
 
+use crate::device_calls::DeviceThread;
 use crate::error::Error;
 use crate::probe::FORMATTING_MARK;
 use crate::tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, Mounts, RESIZE2FS, Tools, XFS_GROWFS};
@@ -97,6 +98,7 @@ impl Image {
             FileSystem::Ext4 => MKFS_EXT4,
             FileSystem::Xfs => MKFS_XFS,
         };
+        std::fs::create_dir_all(job.scratch).map_err(Error::io("creating", job.scratch))?;
         let file = sparse_file(&job, file_system)?;
         let sector = format!("size={}", job.block_size);
         let mut arguments: Vec<&OsStr> = match file_system {
@@ -125,15 +127,16 @@ impl Image {
     ///
     /// # Errors
     /// If the device takes no writes. The device is then as before, or marked as interrupted.
-    pub async fn write_to(self, device: &Path, was_interrupted: bool) -> Result<(), Error> {
-        let device = device.to_owned();
-        crate::blocking(move || {
-            let outcome = copy(&self.file, &device, self.size_bytes, was_interrupted);
-            // Freeing a file on a disk takes its time, and no part of the format depends on it.
-            tokio::task::spawn_blocking(move || drop(self));
-            outcome
-        })
-        .await
+    pub fn write_to(
+        self,
+        _: &DeviceThread,
+        device: &Path,
+        was_interrupted: bool,
+    ) -> Result<(), Error> {
+        let outcome = copy(&self.file, device, self.size_bytes, was_interrupted);
+        // Freeing a file on a disk takes its time, and no part of the format depends on it.
+        std::thread::spawn(move || drop(self));
+        outcome
     }
 }
 

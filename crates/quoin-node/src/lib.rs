@@ -6,7 +6,7 @@
 //!
 //! Promises: every call is idempotent; a kill at any step is followed by success of the same call
 //! or of its opposite; a device is formatted only where `probe` finds it blank; a mount of another
-//! owner is never unmounted; mount flags appear in no message.
+//! owner is never unmounted; mount flags appear in no message; no volume that hangs holds up another.
 //!
 //! [`quoin-csi`]: https://docs.rs/quoin-csi
 
@@ -14,9 +14,11 @@ mod allocation;
 mod attach;
 mod attach_process;
 mod device;
+mod device_calls;
 mod device_reports;
 mod error;
 mod format;
+mod group;
 mod host;
 mod mount;
 mod mountinfo;
@@ -37,13 +39,3 @@ pub use mount::parse_flags as parse_mount_flags;
 pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};
 pub use records::Access;
 pub use tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tool, Tools, XFS_GROWFS};
-
-/// Runs system calls that may take long on a thread that may block.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-) -> Result<T, Error> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(failed) => std::panic::resume_unwind(failed.into_panic()),
-    }
-}

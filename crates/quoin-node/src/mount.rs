@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
+use crate::device_calls::DeviceThread;
 use crate::error::Error;
 use crate::format::FileSystem;
 
@@ -102,6 +103,7 @@ fn flag_cleared(flag: &str) -> MountFlags {
 /// [`Error::NotPermitted`] without root, [`Error::MountFlag`] if the file system refuses a flag,
 /// else the kernel's error.
 pub fn mount_device(
+    _: &DeviceThread,
     volume: &str,
     device: &Path,
     at: &Path,
@@ -145,7 +147,7 @@ pub fn mount_device(
 ///
 /// # Errors
 /// [`Error::NotPermitted`] without root, else the kernel's error.
-pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<(), Error> {
+pub fn bind(_: &DeviceThread, source: &Path, target: &Path, read_only: bool) -> Result<(), Error> {
     let failed = |errno: Errno| match errno {
         Errno::PERM | Errno::ACCESS if !is_root() => {
             Error::NotPermitted { path: target.to_owned() }
@@ -180,7 +182,7 @@ const BUSY_FOR: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// [`Error::Busy`] if it is in use, [`Error::NotPermitted`] without root.
-pub fn unmount(target: &Path) -> Result<(), Error> {
+pub fn unmount(_: &DeviceThread, target: &Path) -> Result<(), Error> {
     let began = Instant::now();
     let unmounted = loop {
         let unmounted = rustix::mount::unmount(target, UnmountFlags::NOFOLLOW);
@@ -194,6 +196,14 @@ pub fn unmount(target: &Path) -> Result<(), Error> {
         Errno::PERM if !is_root() => Error::NotPermitted { path: target.to_owned() },
         other => Error::io("unmounting", target)(other.into()),
     })
+}
+
+/// Returns the figures of the file system at `path`.
+///
+/// # Errors
+/// The kernel's.
+pub fn measure(_: &DeviceThread, path: &Path) -> Result<rustix::fs::StatVfs, Error> {
+    rustix::fs::statvfs(path).map_err(|errno| Error::io("measuring", path)(errno.into()))
 }
 
 fn is_root() -> bool {

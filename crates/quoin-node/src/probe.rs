@@ -18,6 +18,7 @@ use std::path::Path;
 pub use quoin_store::contents::{Content, FORMATTING_MARK};
 use quoin_store::contents::{content_of_ends, is_zero};
 
+use crate::device_calls::DeviceThread;
 use crate::error::Error;
 use crate::format::FileSystem;
 
@@ -32,6 +33,7 @@ const READERS: usize = 8;
 /// # Errors
 /// If the device cannot be opened or read.
 pub fn content(
+    _: &DeviceThread,
     device: &Path,
     size_bytes: u64,
     written: impl FnOnce() -> Option<Vec<Range<u64>>>,
@@ -73,9 +75,9 @@ pub fn content(
     Ok(Content::Blank)
 }
 
-/// What a device holds that is not the file system that was asked for, in words, and what a user may
-/// do about it. Nothing of that destroys what is there.
-pub fn other_content(content: &Content, device: &Path) -> (String, String) {
+/// Describes content that is not the file system that was asked for, and says what a user may do about
+/// it. Nothing of that destroys what is there.
+pub fn other_content(_: &DeviceThread, content: &Content, device: &Path) -> (String, String) {
     let found = content.words().to_owned();
     let way_out = match content {
         Content::FileSystem(name @ ("ext4" | "xfs")) => format!("request {name}"),
@@ -161,11 +163,15 @@ mod tests {
         file
     }
 
+    fn content_of(file: &Path, size_bytes: u64, written: Option<Vec<Range<u64>>>) -> Content {
+        DeviceThread::of_test(|thread| content(thread, file, size_bytes, || written).unwrap())
+    }
+
     #[test]
     fn a_fresh_volume_is_blank() {
         for size_bytes in [4096, MIB, 3 * MIB + 4096, 64 * MIB] {
             let file = file_of(size_bytes, &[]);
-            assert_eq!(content(file.path(), size_bytes, || None).unwrap(), Content::Blank);
+            assert_eq!(content_of(file.path(), size_bytes, None), Content::Blank);
         }
     }
 
@@ -173,9 +179,9 @@ mod tests {
     fn bytes_at_the_end_or_in_the_middle_make_a_device_not_blank() {
         let size_bytes = 64 * MIB;
         let last = file_of(size_bytes, &[(size_bytes - 1, b"x")]);
-        assert_eq!(content(last.path(), size_bytes, || None).unwrap(), Content::Unknown);
+        assert_eq!(content_of(last.path(), size_bytes, None), Content::Unknown);
         let middle = file_of(size_bytes, &[(32 * MIB, b"x")]);
-        assert_eq!(content(middle.path(), size_bytes, || None).unwrap(), Content::Unknown);
+        assert_eq!(content_of(middle.path(), size_bytes, None), Content::Unknown);
     }
 
     #[test]
@@ -186,20 +192,20 @@ mod tests {
         let file = file_of(size_bytes, &[(at + 4095, b"x")]);
         let content = |written: &[Range<u64>]| {
             let written = written.to_vec();
-            content(file.path(), size_bytes, || Some(written)).unwrap()
+            content_of(file.path(), size_bytes, Some(written))
         };
         assert_eq!(content(&[2 * MIB..2 * MIB + 4096, at - 4096..at + 4096]), Content::Unknown);
         assert_eq!(content(&[2 * MIB..3 * MIB, at - 4096..at]), Content::Blank);
         assert_eq!(content(&[]), Content::Blank);
         let last = file_of(size_bytes, &[(size_bytes - 1, b"x")]);
-        let ends = super::content(last.path(), size_bytes, || Some(Vec::new())).unwrap();
+        let ends = content_of(last.path(), size_bytes, Some(Vec::new()));
         assert_eq!(ends, Content::Unknown, "the ends are read in any case");
     }
 
     #[test]
     fn an_interrupted_format_is_distinguished_from_data() {
         let file = file_of(8 * MIB, &[(0, FORMATTING_MARK), (MIB, b"half a file system")]);
-        assert_eq!(content(file.path(), 8 * MIB, || None).unwrap(), Content::Interrupted);
+        assert_eq!(content_of(file.path(), 8 * MIB, None), Content::Interrupted);
     }
 
     proptest! {

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use crate::device_calls::DeviceThread;
 use crate::error::Error;
 
 /// Returns the bytes that the file system on `device` spans; `u64::MAX` for an unknown file system,
@@ -11,7 +12,7 @@ use crate::error::Error;
 ///
 /// # Errors
 /// If the device cannot be read.
-pub fn file_system_bytes(device: &Path) -> Result<u64, Error> {
+pub fn file_system_bytes(_: &DeviceThread, device: &Path) -> Result<u64, Error> {
     let file = File::open(device).map_err(Error::io("opening", device))?;
     let mut head = vec![0; 4096];
     file.read_exact_at(&mut head, 0).map_err(Error::io("reading", device))?;
@@ -23,7 +24,7 @@ pub fn file_system_bytes(device: &Path) -> Result<u64, Error> {
 ///
 /// # Errors
 /// If the device cannot be read.
-pub fn names_another_device(device: &Path) -> Result<bool, Error> {
+pub fn names_another_device(_: &DeviceThread, device: &Path) -> Result<bool, Error> {
     let file = File::open(device).map_err(Error::io("opening", device))?;
     let mut head = vec![0; 4096];
     file.read_exact_at(&mut head, 0).map_err(Error::io("reading", device))?;

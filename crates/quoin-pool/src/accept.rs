@@ -34,6 +34,15 @@ const TOLD_AGAIN: Duration = Duration::from_secs(60);
 /// A handshake needs little stack.
 const STACK_BYTES: usize = 256 << 10;
 
+/// What a believed session may do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Leave {
+    /// Of its grant.
+    pub term: Term,
+    /// It may change the volume's content.
+    pub writes: bool,
+}
+
 /// Why a session may be opened by this peer.
 #[derive(Clone)]
 pub enum Belief {
@@ -52,8 +61,10 @@ impl Belief {
         certificates: &[CertificateDer<'static>],
         session: &SessionKey,
         hello: &Hello,
-    ) -> Result<Term, Rejection> {
-        let Belief::Grants(identity) = self else { return Ok(Term::default()) };
+    ) -> Result<Leave, Rejection> {
+        let Belief::Grants(identity) = self else {
+            return Ok(Leave { term: Term::default(), writes: true });
+        };
         let certificate =
             certificates.first().ok_or_else(|| "the peer showed no certificate".to_owned())?;
         let peer = peer_of(certificate).map_err(|e| e.to_string())?;
@@ -82,7 +93,7 @@ impl Belief {
             );
             return Err(Rejection { reason, term: known.proof });
         }
-        Ok(grant.term)
+        Ok(Leave { term: grant.term, writes: grant.writes })
     }
 
     /// Returns true if a session that was believed may open now: a newer term may have been heard
@@ -214,16 +225,16 @@ impl Acceptor {
             .name("handshake".into())
             .stack_size(STACK_BYTES)
             .spawn(move || {
-                let mut term = Term::default();
+                let mut leave = Leave::default();
                 let heard = answer(stream, from, &security, |certificates, session, hello| {
-                    term = belief.judge(certificates, session, hello)?;
+                    leave = belief.judge(certificates, session, hello)?;
                     Ok(())
                 });
                 drop(place);
                 match heard {
                     Ok(answered) => {
                         // Fails only when the shard is gone, and the connection with it.
-                        let _ = inputs.send(Input::Answered(Box::new(answered), term));
+                        let _ = inputs.send(Input::Answered(Box::new(answered), leave));
                         waker.wake();
                     }
                     // A member that looks whether this pool is reached here, as the controller does.
@@ -288,7 +299,8 @@ mod tests {
             };
             assert!(refusal(&[]).contains("no certificate"));
             assert!(!refusal(&unreadable).contains("no certificate"));
-            assert_eq!(all.judge(&[], &session, hello), Ok(Term::default()));
+            let leave = Leave { term: Term::default(), writes: true };
+            assert_eq!(all.judge(&[], &session, hello), Ok(leave));
         }
     }
 }

@@ -77,7 +77,7 @@ impl Control {
         let client = AgentClient::new(self.channel.clone());
         // The first one has the record of every volume of which a replica is here.
         let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
-        let request = WatchPoolRequest { pool: self.options.name.clone(), partial: true };
+        let request = WatchPoolRequest { pool: self.options.name.clone() };
         let assignments = client.watch_pool(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         self.obey(assignments).await

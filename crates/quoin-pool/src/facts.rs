@@ -3,6 +3,7 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_store::{BadBlock, MetadataScrubbed, ScrubAt, Scrubbed};
 use quoin_types::ReplicaGuid;
+use quoin_types::message::RoomGrant;
 
 /// Space, as a pool reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -54,6 +55,8 @@ pub trait PoolFacts {
     ) -> Result<Scrubbed, StoreError>;
     /// Returns true if the pool can take little more; `was`: what it said last.
     fn is_short(&self, was: bool) -> bool;
+    /// What targets may sequence; `was`: what they were told last.
+    fn room(&self, was: RoomGrant) -> RoomGrant;
     /// Looks whether the file system below the pool is short of room.
     fn look_below(&mut self) {}
     /// Returns true if that is why the pool is short.
@@ -66,6 +69,14 @@ pub trait PoolFacts {
     }
     /// Allows another attempt at what could not be read.
     fn look_again(&mut self);
+    /// Whether the next background work waits for reads of the disk.
+    fn background_waits(&self) -> bool {
+        false
+    }
+    /// Has it wait no more; the replica that it is of has no background work until another look.
+    fn give_up_background_wait(&mut self) -> Option<ReplicaGuid> {
+        None
+    }
     /// The same for what the pool holds beside its replicas, from this place on; `None`: from the
     /// beginning.
     fn scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError>;
@@ -94,6 +105,9 @@ impl PoolFacts for quoin_store::model::ModelPool {
     fn is_short(&self, _: bool) -> bool {
         false
     }
+    fn room(&self, _: RoomGrant) -> RoomGrant {
+        RoomGrant::UNBOUNDED
+    }
     fn look_again(&mut self) {}
     fn scrub_metadata(&mut self, _: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
         Ok(MetadataScrubbed::default())
@@ -106,7 +120,7 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
         Space {
             capacity_bytes: stats.size_bytes,
             used_bytes: stats.used_bytes,
-            free_bytes: stats.free_bytes,
+            free_bytes: self.granted_bytes(),
         }
     }
     fn live_bytes(&self) -> u64 {
@@ -147,6 +161,9 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     fn is_short(&self, was: bool) -> bool {
         self.is_short(was)
     }
+    fn room(&self, was: RoomGrant) -> RoomGrant {
+        self.room(was)
+    }
     fn look_below(&mut self) {
         self.look_below();
     }
@@ -158,6 +175,12 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn look_again(&mut self) {
         self.look_again();
+    }
+    fn background_waits(&self) -> bool {
+        self.background_waits()
+    }
+    fn give_up_background_wait(&mut self) -> Option<ReplicaGuid> {
+        self.give_up_background_wait()
     }
     fn scrub_metadata(&mut self, at: Option<u64>) -> Result<MetadataScrubbed, StoreError> {
         self.try_scrub_metadata(at)

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use quoin_reactor::Waker;
 use quoin_store::disk::Reader;
@@ -46,6 +46,14 @@ impl Fetchers {
     pub fn next_ended(&mut self) -> Option<EndedRead> {
         match self {
             Self::Ring(ring) => ring.next_ended(),
+            Self::Threads(_) => None,
+        }
+    }
+
+    /// How soon reads are to be submitted again that the kernel did not take.
+    pub fn retry_in(&self) -> Option<Duration> {
+        match self {
+            Self::Ring(ring) => ring.retry_in(),
             Self::Threads(_) => None,
         }
     }

@@ -76,7 +76,6 @@ impl Held {
             view: view.map(|view| rule(&view.rule)),
             joint: view.and_then(|view| view.joint.as_ref()).map(rule),
             snapshots: snapshots.iter().flat_map(snapshot).collect(),
-            knows_snapshots: true,
         }
     }
 }
@@ -139,7 +138,7 @@ mod tests {
         let told: Vec<_> = pieces.iter().flat_map(|p| &p.replicas).collect();
         assert_eq!(told.len(), 150);
         assert_eq!((told[0].promised_epoch, told[0].position_lsn, told[0].blocks), (9, 7, 5));
-        assert!(told[0].knows_snapshots && told[0].snapshots.len() == 32);
+        assert_eq!(told[0].snapshots.len(), 32);
         assert_eq!((told[0].snapshots[0], told[0].snapshots[16]), (0x5a, 4));
         assert_eq!(told[0].joint.as_ref().unwrap().known[0].guid, ReplicaGuid(3).to_string());
         assert!(told[0].membership.is_none() && told[0].promised_incarnation.is_empty());

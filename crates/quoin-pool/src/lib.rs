@@ -35,7 +35,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use quoin_identity::{Contact, JoinRequest};
@@ -155,8 +155,16 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         cache_bytes: options.cache_bytes,
         identity: options.identity.clone(),
     };
-    place.check()?;
-    serve(options, move || place.open(), shutdown).await
+    // The check may wait for a device that the host's tools look at.
+    let (place, checked) = tokio::task::spawn_blocking(move || {
+        let checked = place.check();
+        (place, checked)
+    })
+    .await
+    .map_err(std::io::Error::other)?;
+    let checked = Mutex::new(checked?);
+    let take = move || checked.lock().unwrap_or_else(PoisonError::into_inner).take();
+    serve(options, move || place.open(take()), shutdown).await
 }
 
 /// Serves a pool that `open` opens (again, after its disk failed) until `shutdown`.

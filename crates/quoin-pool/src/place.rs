@@ -56,17 +56,21 @@ impl Place {
         Error::Open { path: data_path(&self.path), reason }
     }
 
-    /// Finds out, without making anything, what would be refused: before a token is used up.
-    pub fn check(&self) -> Result<(), Error> {
+    /// Finds out, without making anything, what would be refused: before a token is used up. Returns
+    /// the disk that is there, locked for [`Self::open`]: what the host's tools do with one that is
+    /// closed must not have it refused after the token is gone.
+    pub fn check(&self) -> Result<Option<FileDisk>, Error> {
         let path = data_path(&self.path);
         match (std::fs::metadata(&path), self.size_bytes) {
             (Ok(_), _) => {
                 let disk = FileDisk::open(&path).map_err(|error| self.refused(&error))?;
                 if self.is_to_be_made(&disk)? {
                     let shape = FormatOptions::new(PoolId(0));
-                    return shape.check(disk.size()).map_err(|error| self.refused(&error));
+                    shape.check(disk.size()).map_err(|error| self.refused(&error))?;
+                } else {
+                    Pool::peek(&disk).map_err(|error| self.refused(&error))?;
                 }
-                Pool::peek(&disk).map(drop).map_err(|error| self.refused(&error))
+                Ok(Some(disk))
             }
             (Err(error), None) if error.kind() == std::io::ErrorKind::NotFound => {
                 Err(self
@@ -76,17 +80,21 @@ impl Place {
                 self.check_empty()?;
                 let shape = FormatOptions::new(PoolId(0));
                 shape.check(size).map_err(|error| self.refused(&error))?;
-                FileDisk::rehearse(&path, size, self.sparse).map_err(|error| self.refused(&error))
+                FileDisk::rehearse(&path, size, self.sparse)
+                    .map_err(|error| self.refused(&error))?;
+                Ok(None)
             }
             (Err(_), Some(_)) => Err(self.other("no pool")),
             (Err(error), None) => Err(self.failed(error.to_string())),
         }
     }
 
-    /// Opens the pool; makes it first where there is none and that was asked for.
-    pub fn open(&self) -> Result<Opened<Pool<FileDisk>>, Error> {
+    /// Opens the pool, on the disk that was checked; makes it first where there is none and that was
+    /// asked for.
+    pub fn open(&self, checked: Option<FileDisk>) -> Result<Opened<Pool<FileDisk>>, Error> {
         let path = data_path(&self.path);
-        let (disk, empty) = match (FileDisk::open(&path), self.size_bytes) {
+        let opened = checked.map_or_else(|| FileDisk::open(&path), Ok);
+        let (disk, empty) = match (opened, self.size_bytes) {
             (Err(FileDiskError::Missing { .. }), Some(size)) => {
                 self.check()?;
                 let made = FileDisk::create(&path, size, self.sparse);
@@ -248,17 +256,17 @@ mod tests {
         let identity = tempfile::tempdir().unwrap();
         let place = place(folder.path(), identity.path());
         std::fs::write(folder.path().join("passwd"), "x").unwrap();
-        let said = refusal(place.open());
+        let said = refusal(place.open(None));
         assert!(said.contains("passwd") && said.contains("--data"), "{said}");
         assert_eq!(refusal(place.check()), said, "told before a token is spent");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "something was made");
         std::fs::remove_file(folder.path().join("passwd")).unwrap();
         std::fs::create_dir(folder.path().join(LOST_AND_FOUND)).unwrap();
         place.check().unwrap();
-        place.open().unwrap();
+        place.open(None).unwrap();
         // Once it is there, what lies beside it is no reason to refuse it.
         std::fs::write(folder.path().join("notes"), "x").unwrap();
-        place.open().unwrap();
+        place.open(None).unwrap();
     }
 
     #[test]
@@ -266,20 +274,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let identity = tempfile::tempdir().unwrap();
         let (first, second) = (folder.path().join("one"), folder.path().join("two"));
-        let id = place(&first, identity.path()).open().unwrap().id;
-        assert_eq!(place(&first, identity.path()).open().unwrap().id, id);
+        let id = place(&first, identity.path()).open(None).unwrap().id;
+        assert_eq!(place(&first, identity.path()).open(None).unwrap().id, id);
         // A disk that was not mounted: nothing is made in its place.
-        let said = refusal(place(&second, identity.path()).open());
+        let said = refusal(place(&second, identity.path()).open(None));
         assert!(said.contains(&id) && said.contains("--replace"), "{said}");
         assert!(!second.exists());
         // A pool of another identity.
         let elsewhere = tempfile::tempdir().unwrap();
-        let other = place(&second, elsewhere.path()).open().unwrap().id;
-        let said = refusal(place(&second, identity.path()).open());
+        let other = place(&second, elsewhere.path()).open(None).unwrap().id;
+        let said = refusal(place(&second, identity.path()).open(None));
         assert!(said.contains(&id) && said.contains(&other), "{said}");
         let replacing = Place { replace: true, ..place(&second, identity.path()) };
-        assert_eq!(replacing.open().unwrap().id, other);
-        assert_eq!(place(&second, identity.path()).open().unwrap().id, other, "remembered");
+        assert_eq!(replacing.open(None).unwrap().id, other);
+        assert_eq!(place(&second, identity.path()).open(None).unwrap().id, other, "remembered");
     }
 
     #[test]
@@ -298,7 +306,7 @@ mod tests {
             file.set_len(SIZE).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, bytes, at).unwrap();
             let place = Place { format: true, ..place(&path, folder.path()) };
-            for said in [refusal(place.check()), refusal(place.open())] {
+            for said in [refusal(place.check()), refusal(place.open(None))] {
                 assert!(said.contains(name) && said.contains("blkdiscard"), "{said}");
             }
             let content = std::fs::read(&path).unwrap();
@@ -306,7 +314,7 @@ mod tests {
             assert_eq!(written, bytes.iter().filter(|byte| **byte != 0).count(), "{name}");
         }
         std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
-        Place { format: true, ..place(&path, folder.path()) }.open().unwrap();
+        Place { format: true, ..place(&path, folder.path()) }.open(None).unwrap();
     }
 
     #[test]
@@ -315,16 +323,28 @@ mod tests {
         let mut missing = place(&folder.path().join("none"), folder.path());
         missing.size_bytes = None;
         assert!(refusal(missing.check()).contains("--capacity"));
-        assert!(refusal(missing.open()).contains("no pool"));
+        assert!(refusal(missing.open(None)).contains("no pool"));
     }
 
     #[test]
     fn a_capacity_that_differs_changes_nothing_of_a_pool_that_exists() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("data");
-        place(&path, folder.path()).open().unwrap();
+        place(&path, folder.path()).open(None).unwrap();
         let other = Place { size_bytes: Some(1024), ..place(&path, folder.path()) };
-        other.open().unwrap();
+        other.open(None).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
+    }
+
+    /// Between both the cluster is joined, and the token spent.
+    #[test]
+    fn a_disk_that_was_checked_stays_locked_until_it_is_opened() {
+        let (folder, identity) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = folder.path().join("disk");
+        std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+        let place = Place { format: true, ..place(&path, identity.path()) };
+        let checked = place.check().unwrap();
+        assert!(matches!(FileDisk::open(&path), Err(FileDiskError::Locked { .. })));
+        place.open(checked).unwrap();
     }
 }

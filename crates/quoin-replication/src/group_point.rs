@@ -71,8 +71,8 @@ pub enum Broken {
     Silent(VolumeId),
     /// The cut was lost before it reached media, or is another one than was told.
     Lost(VolumeId),
-    /// The target cannot make the snapshot, and waiting does not help.
-    Refused(VolumeId, SnapshotOutcome),
+    /// The volume has as many snapshots as it may have, and waiting does not help.
+    TooManySnapshots(VolumeId),
     /// Its coordinator gave it up.
     GivenUp,
 }
@@ -84,14 +84,14 @@ impl Broken {
             Self::Hold(volume)
             | Self::Silent(volume)
             | Self::Lost(volume)
-            | Self::Refused(volume, _) => Some(volume),
+            | Self::TooManySnapshots(volume) => Some(volume),
             Self::GivenUp => None,
         }
     }
 
     /// Returns true if another attempt may succeed.
     pub fn may_pass(self) -> bool {
-        !matches!(self, Self::Refused(..) | Self::GivenUp)
+        !matches!(self, Self::TooManySnapshots(_) | Self::GivenUp)
     }
 }
 
@@ -101,8 +101,7 @@ impl fmt::Display for Broken {
             Self::Hold(_) => "its target was replaced, or its IO was held for too long",
             Self::Silent(_) => "its target did not answer in time",
             Self::Lost(_) => "its cut did not reach media",
-            Self::Refused(_, SnapshotOutcome::TooMany) => "it has too many snapshots",
-            Self::Refused(..) => "the pool of an in-sync replica runs a version without snapshots",
+            Self::TooManySnapshots(_) => "it has too many snapshots",
             Self::GivenUp => "it was given up",
         })
     }
@@ -280,9 +279,9 @@ impl GroupPoint {
                     member.cut.get_or_insert((lsn, epoch));
                 }
             }
-            PointAnswer::Step(PointOutcome::Refused(outcome)) => {
+            PointAnswer::Step(PointOutcome::TooManySnapshots) => {
                 if stage == Stage::Cutting {
-                    return self.end(now, Broken::Refused(volume, outcome));
+                    return self.end(now, Broken::TooManySnapshots(volume));
                 }
             }
             PointAnswer::Step(PointOutcome::Released { unbroken }) => {

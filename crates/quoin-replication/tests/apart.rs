@@ -11,7 +11,7 @@ const TABLE_END: u64 = 10;
 
 /// Replica 3 was away for longer than the log is kept; its increment began.
 fn by_hand() -> Hand {
-    let mut hand = Hand::with_bulk(hand::config());
+    let mut hand = Hand::new(hand::config());
     let table = [row(5, 1, TABLE_END, 55)];
     hand.serve(&table, TABLE_END);
     let session = hand.session(3).expect("it is connected");
@@ -61,7 +61,7 @@ fn answer_pull(hand: &mut Hand, (source, id, cursor): (u128, u64, u64)) {
 fn a_source_whose_bulk_connection_owes_an_answer_for_too_long_is_asked_no_more_and_stays_counted() {
     let mut hand = by_hand();
     let rebuild = begun(&hand).expect("the receiver is asked");
-    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut: None });
+    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut: Lsn(TABLE_END) });
     let asked = [take_pull(&mut hand).expect("asked"), take_pull(&mut hand).expect("asked")];
     assert_ne!(asked[0].0, asked[1].0, "each source for a part");
     let (silent, other) = (asked[0], asked[1]);
@@ -91,7 +91,7 @@ fn a_source_whose_bulk_connection_owes_an_answer_for_too_long_is_asked_no_more_a
 fn a_source_that_cannot_read_for_a_rebuild_loses_its_bulk_connection_alone() {
     let mut hand = by_hand();
     let rebuild = begun(&hand).expect("the receiver is asked");
-    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut: None });
+    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut: Lsn(TABLE_END) });
     let (source, ..) = take_pull(&mut hand).expect("asked");
     let (session, bulk) = (hand.session(source), hand.bulk(source));
     hand.say_bulk(source, FromReplica::Failed(Failure::Io));
@@ -103,7 +103,10 @@ fn a_source_that_cannot_read_for_a_rebuild_loses_its_bulk_connection_alone() {
 fn a_receiver_that_claims_more_than_it_was_fed_is_begun_anew() {
     let mut hand = by_hand();
     let first = begun(&hand).expect("the receiver is asked");
-    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild: first, cursor: 512, cut: None });
+    hand.say_bulk(
+        3,
+        FromReplica::IncrementBegun { rebuild: first, cursor: 512, cut: Lsn(TABLE_END) },
+    );
     for _ in 0..10 {
         hand.pass(10);
         (1..=2).for_each(|id| hand.applied(id, true));
@@ -116,7 +119,7 @@ fn a_receiver_that_refuses_what_it_is_fed_is_opened_anew() {
     let mut hand = by_hand();
     let session = hand.session(3);
     let rebuild = begun(&hand).expect("the receiver is asked");
-    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut: None });
+    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut: Lsn(TABLE_END) });
     hand.say_bulk(3, FromReplica::Failed(Failure::Protocol));
     assert_ne!(hand.session(3), session);
     assert_eq!(hand.bulk(3), None);

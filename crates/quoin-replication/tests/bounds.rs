@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use quoin_types::message::{
-    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SNAPSHOTS_MAX, SnapshotInfo,
+    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, RoomGrant, SNAPSHOTS_MAX, SnapshotInfo,
 };
 use quoin_types::{
     BLOCK_SIZE, Chain, ClientTable, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX,
@@ -66,6 +66,7 @@ fn answer(epochs: usize, last: Lsn) -> OpenAck {
         quorum: true,
         damaged: false,
         volume_blocks: VOLUME_BLOCKS_MAX,
+        room: RoomGrant::UNBOUNDED,
         snapshots: Vec::new(),
         shadow: None,
         shadow_cut: None,

@@ -147,21 +147,3 @@ fn a_session_that_ends_takes_its_bulk_connection_along() {
     assert_eq!(c.bulks_with(2), 0);
     assert_eq!((c.sessions_with(0).len(), c.sessions_with(1).len()), (1, 1));
 }
-
-#[test]
-fn pools_of_the_first_version_are_copied_from_and_fed_by_the_sessions_own_connection() {
-    let mut c = Cluster::new(3, config());
-    c.knows.bulk = false;
-    c.disconnect(0);
-    c.disconnect(1);
-    c.disconnect(2);
-    c.wait_in_sync(3);
-    c.crash_replica(2);
-    for block in 0..BLOCKS {
-        c.write(block, (block % 200) as u8 + 1);
-    }
-    c.start_replica(2);
-    check_whole(&mut c);
-    assert_eq!((c.bulks_with(0), c.bulks_with(2)), (0, 0));
-    assert!(!copied_bytes(&c).is_empty());
-}

@@ -120,9 +120,9 @@ fn answers_leave_in_the_order_of_their_entries_though_one_was_asked_for_again() 
 fn the_next_target_knows_what_took_effect_and_goes_on_where_a_part_did() {
     let mut clients = ClientTable::default();
     clients.apply(Lsn(3), &EntryKind::BeginClient { client: client(1) }, None);
-    let mut part = Part { origin: origin(7, 7), index: 0, is_last: true };
+    let mut part = Part { origin: origin(7, 7), end: 6, is_last: true };
     clients.apply(Lsn(8), &EntryKind::Write, Some(&part));
-    part = Part { origin: origin(8, 7), index: 0, is_last: false };
+    part = Part { origin: origin(8, 7), end: 100, is_last: false };
     clients.apply(Lsn(9), &EntryKind::Write, Some(&part));
     let mut hand = Hand::sharing(&clients);
     let before = hand.entries();
@@ -132,9 +132,9 @@ fn the_next_target_knows_what_took_effect_and_goes_on_where_a_part_did() {
     hand.numbered(2, origin(8, 7), Operation::Write { offset: 0, data, fua: false });
     let parts: Vec<_> = hand.entries_of(1)[before..]
         .iter()
-        .map(|e| (e.lba, e.part.unwrap().index, e.part.unwrap().is_last))
+        .map(|e| (e.lba, e.part.unwrap().end, e.part.unwrap().is_last))
         .collect();
-    assert_eq!(parts, [(256, 1, false), (512, 2, true)]);
+    assert_eq!(parts, [(100, 356, false), (356, 600, true)]);
     let data = Bytes::from(vec![9; 600 * BLOCK as usize]);
     hand.numbered(3, origin(8, 7), Operation::Write { offset: 0, data, fua: false });
     assert_eq!(hand.entries(), before + 2);

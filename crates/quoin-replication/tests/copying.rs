@@ -28,6 +28,12 @@ fn rebuilding() -> Hand {
     hand.answer(3, ack(table.to_vec(), TABLE_END));
     hand.truncated(3);
     hand.settle();
+    let begun = hand.sent_bulk.iter().find_map(|(_, message)| match message {
+        ToReplica::IncrementBegin { rebuild, .. } => Some(*rebuild),
+        _ => None,
+    });
+    let (rebuild, cut) = (begun.expect("the receiver is asked"), Lsn(TABLE_END));
+    hand.say_bulk(3, FromReplica::IncrementBegun { rebuild, cursor: 0, cut });
     hand
 }
 
@@ -43,19 +49,20 @@ impl Hand {
     /// Answers the first request to a source; returns whether there was one.
     fn pulled(&mut self) -> bool {
         let pull = |(_, m): &(Member, ToReplica)| matches!(m, ToReplica::Pull { .. });
-        let Some(at) = self.sent.iter().position(pull) else { return false };
-        let (source, ToReplica::Pull { id, cursor, .. }) = self.sent.remove(at) else {
+        let Some(at) = self.sent_bulk.iter().position(pull) else { return false };
+        let (source, ToReplica::Pull { id, cursor, .. }) = self.sent_bulk.remove(at) else {
             unreachable!("it was looked for")
         };
         let slots = (cursor..cursor + CHUNK_BLOCKS).map(slot).collect();
         let cursor = Some(cursor + CHUNK_BLOCKS);
-        self.say(source.id.0, FromReplica::Pulled { id, slots, cursor, end: None, gone: false });
+        let end = None;
+        self.say_bulk(source.id.0, FromReplica::Pulled { id, slots, cursor, end, gone: false });
         true
     }
 
     /// Chunks sent to the receiver: the rebuild, and the cursor.
     fn fed(&self) -> Vec<(u64, u64)> {
-        let fed = self.sent.iter().filter_map(|(m, message)| match message {
+        let fed = self.sent_bulk.iter().filter_map(|(m, message)| match message {
             ToReplica::IncrementFeed { rebuild, cursor, .. } if *m == member(3) => {
                 Some((*rebuild, *cursor))
             }
@@ -82,7 +89,7 @@ fn a_receiver_that_takes_nothing_is_sent_four_chunks_and_no_more_is_asked_for_on
     assert!(rest <= 2, "{rest}");
     assert_eq!(hand.fed().len(), 4);
     let (rebuild, cursor) = hand.fed()[0];
-    hand.say(3, FromReplica::IncrementFed { rebuild, cursor });
+    hand.say_bulk(3, FromReplica::IncrementFed { rebuild, cursor });
     assert!(hand.pulled(), "it goes on");
     while hand.pulled() {}
     assert_eq!(hand.fed().len(), 5);

@@ -2,6 +2,7 @@
 
 use crate::one_replica::*;
 use bytes::Bytes;
+use quoin_replication::pool_host::access::appends;
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_replication::replica::{FENCED_SESSION, LEASE_MS, ReplicaEvent, granted_lease};
 use quoin_store::ReplicaPool;
@@ -130,4 +131,33 @@ fn a_replica_that_was_fenced_before_its_first_open_lacks_nothing() {
     // The replica knew of no membership, and learns it in its first session.
     let known = one.pool.replica(OWN.guid).unwrap().meta().membership.clone();
     assert_eq!(known, membership());
+}
+
+#[test]
+fn a_grant_that_reads_lets_a_target_bring_history_along_and_change_nothing() {
+    let entry = |epoch, kind| {
+        let position = Position { epoch: Epoch(epoch), lsn: Lsn(9) };
+        Entry::after(Chain(1), position, kind, 0, 1, Bytes::new(), false)
+    };
+    let id = SnapshotId(1);
+    let changing = [
+        EntryKind::Write,
+        EntryKind::Trim,
+        EntryKind::Zero { no_hole: false },
+        EntryKind::Revert { id },
+    ];
+    for kind in changing {
+        assert!(appends(true, Epoch(4), &entry(4, kind.clone())), "{kind:?}");
+        assert!(!appends(false, Epoch(4), &entry(4, kind.clone())), "{kind:?}");
+        assert!(appends(false, Epoch(4), &entry(3, kind.clone())), "{kind:?} is history");
+    }
+    let others = [
+        EntryKind::Snapshot { id, hidden: false },
+        EntryKind::DeleteSnapshot { id },
+        EntryKind::Resize { blocks: 9 },
+        EntryKind::View(Box::default()),
+    ];
+    for kind in others {
+        assert!(appends(false, Epoch(4), &entry(4, kind.clone())), "{kind:?}");
+    }
 }

@@ -92,7 +92,7 @@ fn a_replica_that_would_be_cut_below_its_stable_is_damaged_and_rebuilt_from_noth
         }
     }
     assert!(
-        hand.sent.iter().any(|(m, message)| *m == member(1)
+        hand.sent_bulk.iter().any(|(m, message)| *m == member(1)
             && matches!(message, ToReplica::IncrementBegin { from: Lsn(0), .. })),
         "never rebuilt: {:?}",
         hand.target.status()

@@ -64,7 +64,6 @@ impl One {
                 guid: OWN.guid,
                 membership: membership(),
                 lease_ms: LEASE_MS,
-                knows_points: false,
             },
         );
         one.say(LOG, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) });
@@ -140,7 +139,7 @@ fn slots(lba: u64) -> Vec<Slot> {
 }
 
 fn feed(lba: u64, after: u64, cursor: u64) -> ToReplica {
-    ToReplica::IncrementFeed { rebuild: REBUILD, slots: slots(lba), cursor, after: Some(after) }
+    ToReplica::IncrementFeed { rebuild: REBUILD, slots: slots(lba), cursor, after }
 }
 
 fn sum(lbas: &[u64]) -> FedSum {
@@ -161,7 +160,7 @@ fn commit(fed: FedSum) -> ToReplica {
         snapshots: Vec::new(),
         clients: Default::default(),
     };
-    ToReplica::IncrementCommit { rebuild: REBUILD, to: Box::new(to), fed: Some(fed) }
+    ToReplica::IncrementCommit { rebuild: REBUILD, to: Box::new(to), fed }
 }
 
 fn done() -> FromReplica {
@@ -176,7 +175,7 @@ fn a_flip_is_told_by_the_sessions_own_connection_after_it_was_made() {
     one.begin(10);
     assert_eq!(
         one.said(),
-        [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None })]
+        [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: Lsn(0) })]
     );
     one.say(10, feed(0, 0, 1));
     one.say(10, feed(1, 1, u64::MAX));
@@ -249,7 +248,7 @@ fn a_bulk_connection_that_ends_leaves_its_session_and_the_shadow_as_they_are() {
     one.begin(11);
     assert_eq!(
         one.said(),
-        [(11, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 1, cut: None })]
+        [(11, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 1, cut: Lsn(0) })]
     );
 }
 
@@ -329,7 +328,7 @@ fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
     one.wake(Duration::ZERO);
     assert_eq!(
         one.said(),
-        [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None })]
+        [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: Lsn(0) })]
     );
     assert_eq!(one.timer, None);
     one.say(10, feed(0, 0, u64::MAX));
@@ -337,30 +336,6 @@ fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
         one.said(),
         [(10, FromReplica::IncrementFed { rebuild: REBUILD, cursor: u64::MAX })]
     );
-}
-
-/// A target without bulk connections feeds an increment without waiting for an answer to its begin.
-#[test]
-fn what_comes_behind_a_begin_by_the_sessions_own_connection_is_taken_after_it() {
-    let mut one = One::new();
-    one.pool.replica(OWN.guid).unwrap().set_fold_steps(1);
-    one.begin(LOG);
-    let feed = |lba| ToReplica::IncrementFeed {
-        rebuild: REBUILD,
-        slots: slots(lba),
-        cursor: lba + 1,
-        after: None,
-    };
-    (0..2).for_each(|lba| one.say(LOG, feed(lba)));
-    assert!(one.said().is_empty());
-    one.wake(Duration::ZERO);
-    let fed = |cursor| (LOG, FromReplica::IncrementFed { rebuild: REBUILD, cursor });
-    assert_eq!(one.said(), [fed(1), fed(2)]);
-    // The messages that wait for it are bounded.
-    one.pool.replica(OWN.guid).unwrap().set_fold_steps(2);
-    one.say(LOG, ToReplica::IncrementBegin { rebuild: REBUILD + 1, from: Lsn(0) });
-    (0..20).for_each(|lba| one.say(LOG, feed(lba)));
-    assert_eq!(one.said(), [(LOG, FromReplica::Failed(Failure::Protocol))]);
 }
 
 /// The thread that merges the log serves the clients of other volumes too.
@@ -453,17 +428,34 @@ fn a_feed_that_lacks_something_again_and_again_has_the_pool_wait_in_the_end() {
 }
 
 #[test]
-fn a_begin_with_feeds_behind_it_goes_on_by_its_timer_after_it_waited_for_the_disk() {
+fn a_begin_goes_on_by_its_timer_after_it_waited_for_the_disk() {
     let mut one = One::new();
     one.pool.replica(OWN.guid).unwrap().set_fold_steps(1);
     one.pool.slow_reads.on = true;
-    one.begin(LOG);
-    one.say(LOG, feed(0, 0, 1));
+    one.open_bulk(10, 1);
+    one.begin(10);
     one.pool.slow_reads.on = false;
     fetched(&mut one);
     assert_eq!(one.said(), [], "the fold has another step");
     one.wake(Duration::ZERO);
-    assert_eq!(one.said(), [fed(LOG, 1)]);
+    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: Lsn(0) };
+    assert_eq!(one.said(), [(10, begun)]);
+}
+
+#[test]
+fn an_increment_by_the_sessions_own_connection_is_refused() {
+    for message in [
+        ToReplica::IncrementBegin { rebuild: REBUILD, from: Lsn(0) },
+        feed(0, 0, 1),
+        commit(sum(&[0])),
+    ] {
+        let mut one = One::new();
+        one.open_bulk(10, 1);
+        one.begin(10);
+        one.said();
+        one.say(LOG, message);
+        assert!(one.said().contains(&(LOG, FromReplica::Failed(Failure::Protocol))));
+    }
 }
 
 #[test]
@@ -488,7 +480,7 @@ fn feeds_that_wait_for_the_disk_end_with_their_bulk_connection_s_successor() {
     fetched(&mut one);
     assert_eq!(one.said(), []);
     one.begin(11);
-    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None };
+    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: Lsn(0) };
     assert_eq!(one.said(), [(11, begun)]);
     one.say(11, feed(2, 0, u64::MAX));
     one.say(11, commit(sum(&[2])));
@@ -518,6 +510,6 @@ fn a_step_of_a_begin_waits_for_the_disk_and_not_for_its_timer() {
     assert_eq!(one.said(), []);
     one.pool.slow_reads.on = false;
     fetched(&mut one);
-    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: None };
+    let begun = FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0, cut: Lsn(0) };
     assert_eq!(one.said(), [(10, begun)]);
 }

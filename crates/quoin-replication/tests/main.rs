@@ -15,6 +15,7 @@ mod codec;
 mod copying;
 mod edges;
 mod fence;
+mod full_pools;
 mod holds;
 mod hostile;
 mod increments;

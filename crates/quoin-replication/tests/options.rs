@@ -24,7 +24,7 @@ fn options(version: u64, durability: Durability) -> LiveOptions {
 }
 
 fn change(version: u64, durability: Durability) -> PrimaryEvent {
-    PrimaryEvent::Options { options: options(version, durability), granted: false }
+    PrimaryEvent::Options(options(version, durability))
 }
 
 fn served(config: PrimaryConfig) -> Hand {
@@ -86,7 +86,7 @@ fn after_a_change_to_cache_answers_wait_for_stable_until_its_view_is_active() {
 }
 
 #[test]
-fn older_options_change_nothing_unless_they_come_with_a_grant() {
+fn older_options_change_nothing_whichever_way_they_come() {
     let mut hand = served(config());
     hand.on(change(5, Durability::Media));
     hand.applied(1, true);
@@ -94,12 +94,23 @@ fn older_options_change_nothing_unless_they_come_with_a_grant() {
     hand.on(change(4, Durability::Cache));
     assert_eq!(hand.target.status().options_version, 5);
     assert_eq!(views(&hand, 1), [Durability::Media]);
-    let granted = PrimaryEvent::Options { options: options(2, Durability::Cache), granted: true };
-    hand.on(granted);
+    // Restored records count from lower again, in a term of their own.
+    let (former, next) = (Term::default(), Term { number: 1, ..Term::default() });
+    assert!(next.version_of(2) > former.version_of(5));
+    hand.on(change(next.version_of(2), Durability::Cache));
     hand.applied(1, true);
     hand.applied(2, true);
-    assert_eq!(hand.target.status().options_version, 2);
+    assert_eq!(hand.target.status().options_version, next.version_of(2));
     assert_eq!(views(&hand, 1), [Durability::Media, Durability::Cache]);
+}
+
+#[test]
+fn options_are_in_force_at_a_target_that_serves_and_not_before() {
+    let mut hand = Hand::new(config());
+    hand.on(change(5, Durability::Media));
+    assert_eq!(hand.target.status().options_version, 0, "another target may serve");
+    hand.serve(&[row(5, 1, HELD.0, 55)], HELD.0);
+    assert_eq!(hand.target.status().options_version, 5);
 }
 
 #[test]
@@ -114,7 +125,7 @@ fn without_a_quorum_io_fails_as_soon_as_the_option_says_so() {
     hand.pass(3 * u64::from(config().lease_ms));
     assert!(!is_answered(&hand, 1), "it waits");
     let fails = LiveOptions { on_quorum_loss: OnQuorumLoss::Fail, ..options(1, Durability::Cache) };
-    hand.on(PrimaryEvent::Options { options: fails, granted: false });
+    hand.on(PrimaryEvent::Options(fails));
     let reply = hand.replies.iter().find(|reply| reply.token == 1).expect("it is answered");
     assert!(matches!(reply.result, Err(BlockError::NoQuorum)));
 }
@@ -123,7 +134,7 @@ fn without_a_quorum_io_fails_as_soon_as_the_option_says_so() {
 fn reads_that_must_be_confirmed_wait_for_a_ping_that_was_sent_after_they_arrived() {
     let mut hand = served(config());
     let confirmed = LiveOptions { reads: ReadMode::Confirmed, ..options(1, Durability::Cache) };
-    hand.on(PrimaryEvent::Options { options: confirmed, granted: false });
+    hand.on(PrimaryEvent::Options(confirmed));
     hand.pass(10);
     hand.submit(1, Operation::Read { offset: 0, length: 4096 });
     let (from, id, at) = hand
@@ -157,7 +168,7 @@ fn replicas_follow_the_durability_forth_and_back_while_the_volume_is_written() {
         [(1, Durability::Media), (2, Durability::Cache), (3, Durability::Media)]
     {
         c.write(version, 2);
-        c.event(PrimaryEvent::Options { options: options(version, durability), granted: false });
+        c.event(PrimaryEvent::Options(options(version, durability)));
         c.write(version, 3);
         c.run(Duration::from_secs(1));
         assert_eq!(c.target.status().options_version, version, "in force within a second");

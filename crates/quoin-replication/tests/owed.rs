@@ -4,7 +4,7 @@
 use crate::hand::*;
 use quoin_replication::primary::{LiveOptions, OnFull, OnQuorumLoss, PrimaryEvent, ReadMode};
 use quoin_types::block::Operation;
-use quoin_types::message::{Content, FromReplica, OpenAck, Ping, Slot, ToReplica};
+use quoin_types::message::{Content, FromReplica, OpenAck, Ping, RoomGrant, Slot, ToReplica};
 use quoin_types::*;
 
 /// The last entry that every replica holds, of the epoch before.
@@ -101,7 +101,7 @@ fn beside_a_full_pool_a_read_waits_for_what_was_acknowledged_before_the_reopen()
 #[test]
 fn a_read_that_is_open_when_a_pool_runs_full_keeps_what_it_waits_for() {
     let mut owed = Owed::after(2, 1);
-    owed.hand.say(1, FromReplica::Room { short: false });
+    owed.hand.say(1, FromReplica::Room(RoomGrant::UNBOUNDED));
     assert_eq!(owed.read(), owed.written);
     let applied = owed.hand.target.status().commit;
     owed.hand.say(1, FromReplica::NoRoom { applied });
@@ -131,7 +131,7 @@ fn what_was_acknowledged_before_a_change_to_media_is_owed_after_it() {
         on_full: OnFull::Wait,
         reads: ReadMode::Leased,
     };
-    let change = PrimaryEvent::Options { options, granted: false };
+    let change = PrimaryEvent::Options(options);
     let mut owed = Owed::after_events(2, 1, vec![change]);
     assert!(owed.is_answered(1), "it was acknowledged under cache");
     assert_eq!(owed.read(), owed.written);

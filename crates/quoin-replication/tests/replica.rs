@@ -192,7 +192,6 @@ fn a_retired_replica_is_refused_permanently() {
         guid: OWN.guid,
         membership: later,
         lease_ms: LEASE_MS,
-        knows_points: true,
     };
     let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Retired };
     assert_eq!(one.send(key(9, 1, 1), message), [refused]);
@@ -208,7 +207,6 @@ fn a_replica_of_another_volume_or_another_guid_is_unknown() {
             guid,
             membership: membership(),
             lease_ms: LEASE_MS,
-            knows_points: true,
         };
         let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Unknown };
         assert_eq!(one.send(key(9, 1, 1), message), [refused]);
@@ -261,7 +259,7 @@ fn a_close_with_entries_not_yet_on_media_syncs_them_and_ends_durable() {
 
 #[test]
 fn an_increment_that_cannot_be_true_ends_the_session() {
-    use quoin_types::message::{Content, IncrementEnd, Slot};
+    use quoin_types::message::{Content, FedSum, IncrementEnd, Slot};
     let slot = Slot { lba: u64::MAX, blocks: 2, version: Lsn(1), content: Content::Hole };
     let end = IncrementEnd {
         position: Position { epoch: Epoch(5), lsn: Lsn(u64::MAX) },
@@ -272,22 +270,32 @@ fn an_increment_that_cannot_be_true_ends_the_session() {
         snapshots: Vec::new(),
         clients: Default::default(),
     };
+    const BULK: u64 = 100;
+    let by_bulk = |one: &mut One, session, message| {
+        one.on(ReplicaEvent::Message { connection: BULK, session, message })
+    };
     let begin = || ToReplica::IncrementBegin { rebuild: 1, from: Lsn(0) };
     let hostile = [
-        ToReplica::IncrementFeed { rebuild: 1, slots: vec![slot], cursor: 1, after: None },
-        ToReplica::IncrementCommit { rebuild: 1, to: Box::new(end), fed: None },
+        ToReplica::IncrementFeed { rebuild: 1, slots: vec![slot], cursor: 1, after: 0 },
+        ToReplica::IncrementCommit { rebuild: 1, to: Box::new(end), fed: FedSum::default() },
     ];
     for (nonce, message) in (1..).zip(hostile) {
         let mut one = One::new();
         let session = key(5, 1, nonce);
         one.opened(session);
         one.feed(session);
-        assert_eq!(one.send(session, begin()), []);
-        assert_eq!(one.send(session, message), [FromReplica::Failed(Failure::Protocol)]);
+        assert_eq!(by_bulk(&mut one, session, ToReplica::OpenBulk { number: 1 }), []);
+        let begun = FromReplica::IncrementBegun { rebuild: 1, cursor: 0, cut: Lsn(0) };
+        assert_eq!(by_bulk(&mut one, session, begin()), [begun]);
+        let refused = by_bulk(&mut one, session, message);
+        assert!(refused.contains(&FromReplica::Failed(Failure::Protocol)), "{refused:?}");
     }
     let mut one = One::new();
-    one.opened(key(5, 1, 1));
-    assert_eq!(one.send(key(5, 1, 1), begin()), [FromReplica::Failed(Failure::Protocol)]);
+    let session = key(5, 1, 1);
+    one.opened(session);
+    by_bulk(&mut one, session, ToReplica::OpenBulk { number: 1 });
+    let refused = by_bulk(&mut one, session, begin());
+    assert!(refused.contains(&FromReplica::Failed(Failure::Protocol)), "{refused:?}");
 }
 
 /// A replica that was away learns of a change by the first open after it, and by a View.
@@ -301,7 +309,6 @@ fn a_newer_membership_is_kept_whether_an_open_or_a_view_says_it() {
         guid: OWN.guid,
         membership,
         lease_ms: LEASE_MS,
-        knows_points: true,
     };
     let session = key(5, 1, 1);
     one.send(session, open(newer.clone()));

@@ -1,14 +1,16 @@
-//! Pools that are full when a volume is opened: entries that others hold already are owed to them.
+//! Pools that run full: what is sequenced fits, what frees space passes, and entries that others hold
+//! already are owed to a pool that is full when a volume is opened.
 
 use crate::common::*;
-use quoin_replication::primary::PrimaryEvent;
+use crate::hand::{self, Hand, row};
+use quoin_replication::primary::{PrimaryEvent, PrimaryNote, SnapshotOutcome, SnapshotWish};
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::ReplicaPool;
 use quoin_types::block::Operation;
 use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
-use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_types::message::{Failure, FromReplica, Ping, RoomGrant, Takes, ToReplica};
 use quoin_types::*;
 use std::time::Duration;
 
@@ -140,14 +142,7 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
     let write = write(view.chain, 3);
     let entries = vec![view.into(), write.into()];
     let guid = own.guid;
-    let open = ToReplica::Open {
-        volume,
-        replica: own.id,
-        guid,
-        membership,
-        lease_ms: LEASE_MS,
-        knows_points: true,
-    };
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
     let said = [
         open,
         ToReplica::Truncate { keep: Lsn(1), tip: Lsn(tip) },
@@ -212,9 +207,8 @@ fn a_full_metadata_ring_refuses_an_open_by_its_name_and_is_no_failed_disk() {
         (actions, promised, pool.sync_wanted())
     };
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let (lease_ms, knows_points) = (LEASE_MS, true);
-    let message =
-        ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms, knows_points };
+    let lease_ms = LEASE_MS;
+    let message = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms };
     let open = || ReplicaEvent::Message { connection: 1, session, message: message.clone() };
     let fence = || ReplicaEvent::Fence { epoch: Epoch(4), at_once: true };
     for event in [open(), fence()] {
@@ -269,14 +263,7 @@ fn offered_again_in_one_turn(
     let turn = joined(&[entries[3..].to_vec(), entries.clone()]);
     let now = Time::from_millis(1000);
     let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
-    let open = ToReplica::Open {
-        volume,
-        replica: own.id,
-        guid,
-        membership,
-        lease_ms: LEASE_MS,
-        knows_points: true,
-    };
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
     let first = append(entries[..3].to_vec());
     let before = vec![open, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) }, first];
     let mut replica = Replica::new(now, pool.cookie(), &pool.replica(guid).unwrap());
@@ -335,4 +322,105 @@ fn a_full_pool_refuses_a_batch_that_goes_back_within_itself() {
     assert_eq!(position, Lsn(0));
     let failed = FromReplica::Failed(Failure::Protocol);
     assert!(answers.contains(&failed), "{answers:?}");
+}
+
+fn grant(takes: Takes, share_blocks: u32) -> RoomGrant {
+    RoomGrant { takes, share_blocks }
+}
+
+/// Every entry has a header, which is a block at most.
+#[test]
+fn what_is_sequenced_stays_within_the_shares_of_cf_members_and_goes_on_as_they_apply() {
+    crate::broken::break_a_rule();
+    let mut hand = Hand::new(hand::config());
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    for id in [1, 2] {
+        hand.say(id, FromReplica::Room(grant(Takes::Writes, 24)));
+    }
+    hand.say(3, FromReplica::Room(grant(Takes::Holes, 24)));
+    hand.sent.clear();
+    (0..30).for_each(|n| hand.write(100 + n, n));
+    let first = hand.entries_of(1).len();
+    assert!((8..=12).contains(&first), "{first} writes are under way");
+    assert_eq!(hand.entries_of(3).len(), first, "they are owed to all");
+    hand.applied(1, false);
+    assert_eq!(hand.entries_of(1).len(), first, "CF is two");
+    hand.applied(2, false);
+    let second = hand.entries_of(1).len();
+    assert!((first + 8..=first + 12).contains(&second), "{second}");
+    // What is behind them in the queue is not behind them in the history.
+    hand.say(1, FromReplica::Room(grant(Takes::Holes, 24)));
+    hand.applied(1, false);
+    hand.applied(2, false);
+    assert_eq!(hand.entries_of(1).len(), second, "its pool takes no writes");
+    hand.submit(500, Operation::Trim { offset: 0, length: 4096, fua: false });
+    assert!(hand.entries_of(1).last().is_some_and(|e| e.kind == EntryKind::Trim));
+    hand.applied(1, false);
+    hand.applied(2, false);
+    hand.say(1, FromReplica::Room(grant(Takes::Writes, 24)));
+    assert!(hand.entries_of(1).len() > second + 1, "there is room again");
+}
+
+#[test]
+fn a_write_longer_than_a_share_is_sequenced_in_parts_and_answered_once() {
+    let mut c = Cluster::new(2, config());
+    c.write(0, 1);
+    c.wait_in_sync(2);
+    c.say_room(0..2, grant(Takes::Writes, 24));
+    let bytes: Vec<u8> = (0..100 * 4096_u32).map(|n| (n / 4096 + n) as u8).collect();
+    for offset in [4096 * 3, 4096 * 3 + 512] {
+        let data: bytes::Bytes = bytes.clone().into();
+        let token = c.submit(Operation::Write { offset, data, fua: false });
+        assert!(c.answer(token).expect("it is answered").result.is_ok());
+        assert!(c.replies.iter().all(|reply| reply.token != token), "once");
+        assert_eq!(c.read(offset, 100 * 4096), bytes);
+    }
+    // The rest of one whose client is gone is dropped with it.
+    c.say_room(0..2, grant(Takes::Holes, 24));
+    c.settle();
+    let gone = c.submit(Operation::Write { offset: 0, data: bytes.into(), fua: false });
+    c.event(PrimaryEvent::Abandon(vec![gone]));
+    c.say_room(0..2, grant(Takes::Writes, 24));
+    assert!(c.answer(gone).expect("it is answered").result.is_err());
+    assert_eq!(c.read(0, 4096), vec![1; 4096]);
+}
+
+/// No volume waits for what only it could free.
+#[test]
+fn what_frees_space_passes_writes_that_wait_for_room() {
+    let mut c = Cluster::new(2, config());
+    c.write(5, 1);
+    c.wait_in_sync(2);
+    let ids = [SnapshotId(1), SnapshotId(2)];
+    for id in ids {
+        c.event(PrimaryEvent::Snapshot { id, wish: SnapshotWish::Make });
+    }
+    c.settle();
+    let is_deleted = |c: &Cluster, id| {
+        let told = PrimaryNote::Snapshot { id, outcome: SnapshotOutcome::Deleted };
+        c.notes.contains(&told)
+    };
+    let trim = Operation::Trim { offset: 5 * 4096, length: 4096, fua: false };
+    c.say_room(0..2, grant(Takes::Holes, 24));
+    c.settle();
+    let write = c.submit(write_of(9, 2));
+    c.do_ok(trim.clone());
+    c.event(PrimaryEvent::Snapshot { id: ids[0], wish: SnapshotWish::Delete });
+    c.do_ok(Operation::Flush);
+    c.settle();
+    assert!(is_deleted(&c, ids[0]), "{:?}", c.notes);
+    // Trims take of the reserve: clean-up needs some of it.
+    c.say_room(0..2, grant(Takes::Nothing, 24));
+    c.settle();
+    let trimmed = c.submit(trim);
+    c.event(PrimaryEvent::Snapshot { id: ids[1], wish: SnapshotWish::Delete });
+    c.do_ok(Operation::Flush);
+    c.settle();
+    assert!(is_deleted(&c, ids[1]), "{:?}", c.notes);
+    let waits = [write, trimmed];
+    assert!(c.replies.iter().all(|reply| !waits.contains(&reply.token)));
+    c.say_room(0..2, grant(Takes::Holes, 24));
+    assert!(c.answer(trimmed).expect("trims are granted").result.is_ok());
+    c.say_room(0..2, grant(Takes::Writes, 24));
+    assert!(c.answer(write).expect("writes are granted").result.is_ok());
 }

@@ -2,8 +2,8 @@
 
 use crate::common::{Cluster, config};
 use quoin_replication::primary::{
-    ChangesAnswer, ChangesRequest, Knows, PrimaryEvent, PrimaryNote, RevertOutcome,
-    SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX,
+    ChangesAnswer, ChangesRequest, PrimaryEvent, PrimaryNote, RevertOutcome, SnapshotOutcome,
+    SnapshotWish, USER_SNAPSHOTS_MAX,
 };
 use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::ReplicaPool;
@@ -366,26 +366,6 @@ fn a_replica_that_missed_a_revert_is_rebuilt_to_what_the_others_hold() {
     assert!(c.notes.iter().any(|n| matches!(n, PrimaryNote::Rebuilt { .. })));
     assert_eq!(held(&mut c, 1, ReadView::Live), held(&mut c, 0, ReadView::Live));
     assert_eq!(c.hosts[1].look(5), c.hosts[0].look(5));
-}
-
-#[test]
-fn neither_snapshot_nor_revert_is_made_while_an_in_sync_pool_is_too_old_for_them() {
-    let mut c = Cluster::new(3, config());
-    c.knows = Knows { points: false, ..Knows::ALL };
-    c.write(0, 1);
-    wish(&mut c, 7, SnapshotWish::Make);
-    c.run(std::time::Duration::from_secs(3));
-    assert_eq!(outcomes(&c, 7), [SnapshotOutcome::Unsupported]);
-    assert!(c.hosts.iter_mut().all(|host| host.snapshots() == 0));
-    c.knows = Knows::ALL;
-    c.replace_target(config());
-    c.wait_in_sync(3);
-    make(&mut c, 8);
-    c.knows = Knows { points: false, ..Knows::ALL };
-    c.replace_target(config());
-    c.wait_in_sync(3);
-    revert(&mut c, 8, 80);
-    assert_eq!(reverted(&c, 80), [RevertOutcome::Unsupported]);
 }
 
 #[test]

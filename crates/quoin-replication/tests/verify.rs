@@ -187,18 +187,6 @@ fn a_replica_that_is_away_is_left_out_and_said_so() {
 }
 
 #[test]
-fn pools_of_an_older_version_are_never_asked_and_the_verification_names_that_reason() {
-    let mut cluster = Cluster::new(3, config());
-    cluster.knows.verify = false;
-    cluster.wait_in_sync(3);
-    let report = verify(&mut cluster, order(1));
-    assert!(report.failed.contains("version"), "{report:?}");
-    assert_eq!(report.checked_blocks, 0);
-    cluster.write(1, 1);
-    assert_eq!(cluster.target.status().replicas.len(), 3);
-}
-
-#[test]
 fn a_new_epoch_goes_on_where_the_old_one_was() {
     let mut cluster = filled(3);
     cluster.hosts[1].spoil(3);

@@ -12,11 +12,11 @@ use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, SnapshotId, mutant};
 use crate::background::recount::Recount;
 use crate::clones::bases::Bases;
 use crate::disk::Disk;
-use crate::disk::fetch::{Fetches, Looked, Stretch};
+use crate::disk::fetch::{Fetches, Key, Looked, Stretch, believes_a_former_use};
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::format::node::{BAD_PLACE, BlockAt, FANOUT, LEAF_BLOCKS, LOST_PLACE, Node, NodeRef};
 use crate::format::record::Record;
-use crate::format::superblock::{KEEPS_SPACE, SECOND_EDITION, Superblock};
+use crate::format::superblock::{KEEPS_SPACE, Superblock};
 use crate::log::memtable_tree::Memtable;
 use crate::map::node_cache::Cache;
 use crate::map::tree::Nodes;
@@ -26,7 +26,9 @@ use crate::metadata::state::DurableState;
 use crate::metadata::tickets::Tickets;
 use crate::space::freed::Freed;
 use crate::space::logical::Logical;
-use crate::space::segments::{Allocator, Family};
+use crate::space::segments::{Allocator, Claim, Family};
+use crate::space::shares::Shares;
+use crate::space::uses::Uses;
 
 /// Bounds of a pool; plain numbers, chosen by the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -112,6 +114,7 @@ pub struct Core<D> {
     pub logical: BTreeMap<ReplicaGuid, Logical>,
     /// Reads of the disk that nobody waits for on this thread.
     pub fetches: Fetches,
+    pub uses: Uses,
     /// Writes in place so far: what was read before one of them may be older.
     pub writes_in_place: u64,
     pub tickets: Tickets,
@@ -197,17 +200,6 @@ impl<D: Disk> Core<D> {
         self.disk_did(|core| core.ring.synced(&core.disk, ticket, || core.tickets.request()));
     }
 
-    /// Builds that do not know what is written from here on keep their hands off the pool.
-    pub fn begin_second_edition(&mut self) -> Result<(), StoreError> {
-        let incompat = &mut self.superblock.features.incompat;
-        if *incompat & SECOND_EDITION != 0 || mutant::is("new-form-without-its-bit") {
-            return Ok(());
-        }
-        *incompat |= SECOND_EDITION;
-        self.disk_did(|core| core.superblock.rewrite(&core.disk));
-        self.check_usable()
-    }
-
     fn disk_did(&mut self, work: impl FnOnce(&mut Self) -> Result<(), StoreError>) {
         if let Err(StoreError::Io(fault)) = work(self) {
             self.faults.failed = Some(fault);
@@ -232,20 +224,39 @@ impl<D: Disk> Core<D> {
         self.disk.write_at(block * BLOCK_SIZE as u64, parts).map_err(StoreError::Io)
     }
 
+    /// These blocks are about to be written for the first time since their unit was taken into use: what
+    /// was read of them before, or is being read, is not what they hold.
+    pub fn will_append(&mut self, block: u64, blocks: u64) {
+        if !believes_a_former_use() {
+            self.fetches.forget(block, blocks);
+        }
+    }
+
     pub fn read(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
         self.disk.read_at(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
     /// Reads blocks. In a call that may wait ([`Fetches::begin`]), [`LACKING`] where the disk does
     /// not have them at hand: they are fetched beside, and the call is made again. It finds them
-    /// until it lacks nothing.
-    pub fn read_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
-        self.read_or_fetch(block, buffer, false)
+    /// until it lacks nothing. What was fetched and is not what the caller expects is fetched once more
+    /// before the caller has it.
+    pub fn read_beside(
+        &mut self,
+        block: u64,
+        buffer: &mut [u8],
+        is_expected: &dyn Fn(&[u8]) -> bool,
+    ) -> Result<(), StoreError> {
+        self.read_or_fetch(block, buffer, false, is_expected)
     }
 
     /// Reads blocks like `read_beside`, for a caller who keeps them: they are found in one call.
-    pub fn take_beside(&mut self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
-        self.read_or_fetch(block, buffer, true)
+    pub fn take_beside(
+        &mut self,
+        block: u64,
+        buffer: &mut [u8],
+        is_expected: &dyn Fn(&[u8]) -> bool,
+    ) -> Result<(), StoreError> {
+        self.read_or_fetch(block, buffer, true, is_expected)
     }
 
     fn read_or_fetch(
@@ -253,15 +264,20 @@ impl<D: Disk> Core<D> {
         block: u64,
         buffer: &mut [u8],
         is_kept: bool,
+        is_expected: &dyn Fn(&[u8]) -> bool,
     ) -> Result<(), StoreError> {
         if !self.fetches.is_open() {
             return self.read(block, buffer);
         }
         let blocks = buffer.len().div_ceil(BLOCK_SIZE) as u32;
-        let stretch = Stretch { first: block, blocks };
-        match self.fetches.look(stretch, is_kept) {
+        let key = self.key_of(Stretch { first: block, blocks });
+        match self.fetches.look(key, is_kept) {
             Looked::Arrived(bytes) => {
-                buffer.copy_from_slice(&bytes.map_err(StoreError::Io)?);
+                let bytes = bytes.map_err(StoreError::Io)?;
+                if !believes_a_former_use() && !is_expected(&bytes) && self.fetches.doubt(key) {
+                    return Err(LACKING);
+                }
+                buffer.copy_from_slice(&bytes);
                 Ok(())
             }
             Looked::Awaited => Err(LACKING),
@@ -270,10 +286,16 @@ impl<D: Disk> Core<D> {
                 if read.map_err(StoreError::Io)? {
                     return Ok(());
                 }
-                self.fetches.want(stretch, false);
+                self.fetches.want(key, false);
                 Err(LACKING)
             }
         }
+    }
+
+    /// The name of what is read of these blocks in the present use of their unit.
+    fn key_of(&self, stretch: Stretch) -> Key {
+        let unit = self.superblock.unit_of(stretch.first).filter(|_| !believes_a_former_use());
+        Key { stretch, use_number: unit.map_or(0, |unit| self.uses.number(unit)) }
     }
 
     /// Reads blocks that are not read again soon.
@@ -284,12 +306,21 @@ impl<D: Disk> Core<D> {
 
     /// Reads blocks that are not read again soon, in a call that may wait. They are fetched beside
     /// whatever the disk has at hand, and the caller keeps them: they are found in one call.
-    pub fn take_once(&mut self, stretch: Stretch) -> Result<Bytes, StoreError> {
-        match self.fetches.look(stretch, true) {
-            Looked::Arrived(bytes) => bytes.map_err(StoreError::Io),
+    pub fn take_once(
+        &mut self,
+        stretch: Stretch,
+        is_expected: &dyn Fn(&[u8]) -> bool,
+    ) -> Result<Bytes, StoreError> {
+        let key = self.key_of(stretch);
+        match self.fetches.look(key, true) {
+            Looked::Arrived(bytes) => {
+                let bytes = bytes.map_err(StoreError::Io)?;
+                let is_doubted = !believes_a_former_use() && !is_expected(&bytes);
+                if is_doubted && self.fetches.doubt(key) { Err(LACKING) } else { Ok(bytes) }
+            }
             Looked::Awaited => Err(LACKING),
             Looked::Unknown => {
-                self.fetches.want(stretch, true);
+                self.fetches.want(key, true);
                 Err(LACKING)
             }
         }
@@ -319,7 +350,8 @@ impl<D: Disk> Core<D> {
     ) -> Option<(u32, u32, bool)> {
         let allocated = self.allocate_units(large, from_reserve, warm_first)?;
         let (unit, units, _) = allocated;
-        // What was read there before belongs to another segment.
+        // What was read there before belongs to another segment, and what is listed of it too.
+        self.uses.begin(unit, units);
         let start = self.superblock.unit_start(unit);
         self.fetches.forget(start, u64::from(units) * u64::from(self.superblock.unit_blocks));
         Some(allocated)
@@ -356,6 +388,12 @@ impl<D: Disk> Core<D> {
         self.allocator.give(unit, units);
         (self.allocator.short_below, self.allocator.full_below) = (true, true);
         self.allocator.allocate_warm().map(|unit| (unit, 1, true))
+    }
+
+    /// Shares the room for what targets have sequenced among so many replicas.
+    pub fn share_among(&mut self, replicas: usize) {
+        let (units, unit_blocks) = (self.allocator.units(), self.superblock.unit_blocks);
+        self.allocator.shares = Shares::among(replicas, units, unit_blocks);
     }
 
     /// Whether all space of the pool was taken when it was made.
@@ -550,6 +588,7 @@ impl<D: Disk> NodeIo<'_, D> {
             key: 0,
         });
         self.batch.bytes.resize(blocks * BLOCK_SIZE, 0);
+        core.will_append(self.batch.start, 1 + blocks as u64);
         let parts = [IoSlice::new(&core.buffers.header), IoSlice::new(&self.batch.bytes)];
         core.disk.write_at(self.batch.start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
         segment.state.used_blocks += 1 + blocks as u32;
@@ -610,7 +649,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let length = end - at;
         if self.batch.nodes.is_empty() {
             let needed = 1 + length.div_ceil(BLOCK_SIZE) as u32;
-            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, true);
+            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, Claim::Reserve);
             let state = match segment {
                 Ok(segment) => segment.state,
                 Err(error) => {
@@ -719,12 +758,16 @@ fn read_node<'b, D: Disk>(
         return Ok(None);
     }
     let first = node.place / block;
+    let start = (node.place % block) as usize;
     buffer.resize(((end.div_ceil(block) - first) * block) as usize, 0);
-    match core.read_or_fetch(first, buffer, is_kept) {
+    let is_node = |bytes: &[u8]| {
+        let bytes = bytes.get(start..start + length);
+        bytes.is_some_and(|bytes| quoin_types::crc32c(bytes) == node.crc)
+    };
+    match core.read_or_fetch(first, buffer, is_kept, &is_node) {
         Ok(()) => {}
         Err(StoreError::Io(IoFault { errno: EIO, .. })) => return Ok(None),
         Err(error) => return Err(error),
     }
-    let start = (node.place % block) as usize;
     Ok(buffer.get(start..start + length))
 }

@@ -2,6 +2,8 @@
 
 use quoin_replication::replica::store::{IoFault, StoreError};
 
+use crate::format::superblock::FORMAT_VERSION;
+
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     #[error(
@@ -20,10 +22,17 @@ pub enum PoolError {
     )]
     Holds(&'static str),
     #[error(
-        "the pool is of format {version} with features that a newer Quoin gave it; start that one: \
-         nothing was changed here"
+        "the pool is of format {version}, perhaps with features that a newer Quoin gave it, and this \
+         Quoin reads format {FORMAT_VERSION} as it knows it; start the newer one: nothing was \
+         changed here"
     )]
     Newer { version: u32 },
+    #[error(
+        "the pool is of format {version}, from before the first release, and this Quoin reads format \
+         {FORMAT_VERSION} alone; nothing was changed here. Take what its replicas hold out with the \
+         quoin that wrote it (`quoin pool export`), then wipe the pool and make a new one"
+    )]
+    Older { version: u32 },
     #[error(
         "the pool should have {expected_bytes} bytes but only {size_bytes} are there; restore the \
          whole file or device, or remove the pool and let its replicas be rebuilt"

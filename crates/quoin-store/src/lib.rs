@@ -40,7 +40,7 @@ pub mod error;
 pub mod offline;
 
 pub use api::{CloneSource, Cloned, Due, ReplicaPool, give_up_continuity};
-pub use background::scrub::{MetadataScrubbed, ScrubAt, Scrubbed};
+pub use background::scrub::{MetadataScrubbed, ScrubAt, ScrubStage, Scrubbed};
 pub use core::{BadBlock, PoolOptions};
 pub use disk::Disk;
 pub use disk::cache_identity::{CacheIdentity, Mounted};

@@ -10,14 +10,14 @@ use quoin_replication::replica::store::{
 };
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
-    CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+    CutHead, EpochEnd, IncrementEnd, ReadView, RoomGrant, Slot, SnapshotHead, SnapshotInfo, Takes,
 };
 use quoin_types::{BLOCK_SIZE, ClientTable, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{CloneSource, Cloned, Due, ReplicaPool};
 use crate::background::checkpoint;
 use crate::background::due_work::DueWork;
-use crate::background::look_ahead::LookAhead;
+use crate::background::look_ahead::{self, LookAhead};
 use crate::background::repair;
 use crate::background::scheduler::{self, CLEAN_BELOW_PERCENT, Victim};
 use crate::background::scrub::{self, MetadataScrubbed, ScrubAt, Scrubbed, Scrubbing};
@@ -26,7 +26,7 @@ use crate::clones::creation;
 use crate::clones::flatten;
 use crate::core::{BadBlock, Buffers, Core, Faults, PoolOptions};
 use crate::disk::contents::Content;
-use crate::disk::fetch::{Fetch, Fetches, Owner};
+use crate::disk::fetch::{Fetch, Fetches, Owner, name_of};
 use crate::disk::read_ring::ReadRing;
 use crate::disk::{Disk, Reader, Syncer};
 use crate::error::PoolError;
@@ -45,6 +45,7 @@ use crate::replica::{Replica, payload};
 use crate::space::freed::{self, Freed};
 use crate::space::segments::Allocator;
 use crate::space::table;
+use crate::space::uses::Uses;
 
 /// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
@@ -106,7 +107,11 @@ impl<D: Disk> Pool<D> {
         if !options.overwrite {
             match Superblock::read(disk) {
                 Err(PoolError::Foreign) => {}
-                Err(known @ (PoolError::Newer { .. } | PoolError::Store(_))) => return Err(known),
+                Err(
+                    known @ (PoolError::Newer { .. }
+                    | PoolError::Older { .. }
+                    | PoolError::Store(_)),
+                ) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
             match crate::disk::contents::content_of(disk)? {
@@ -136,7 +141,6 @@ impl<D: Disk> Pool<D> {
             _ => PoolError::MetadataLost,
         })?;
         superblock.starts += 1;
-        superblock.opened_again();
         let pool_bytes =
             u64::from(superblock.units()) * u64::from(superblock.unit_blocks) * BLOCK_SIZE as u64;
         let options = PoolOptions {
@@ -156,6 +160,7 @@ impl<D: Disk> Pool<D> {
             bases: Bases::default(),
             logical: BTreeMap::new(),
             fetches: Fetches::default(),
+            uses: Uses::default(),
             writes_in_place: 0,
             options,
             ring,
@@ -192,6 +197,7 @@ impl<D: Disk> Pool<D> {
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
         while freed::release(&mut core, 0) {}
+        core.share_among(replicas.len());
         let mut pool = Pool {
             core,
             replicas,
@@ -348,6 +354,7 @@ impl<D: Disk> Pool<D> {
             self.core.freed.add_all(ticket, family.segments.leave());
         }
         self.core.logical.remove(&guid);
+        self.core.share_among(self.replicas.len());
         Ok(())
     }
 
@@ -432,6 +439,28 @@ impl<D: Disk> Pool<D> {
         }
     }
 
+    /// What targets may sequence; `was`: what they were told last, for hysteresis. It is told before
+    /// they hear of what was applied since it was told last. So what they still sequence until
+    /// then is within the shares that are kept.
+    pub fn room(&self, was: RoomGrant) -> RoomGrant {
+        let allocator = &self.core.allocator;
+        let margin = scheduler::short_below_units(self);
+        let enough = if was.takes == Takes::Writes { margin } else { margin + 1 };
+        let takes = match () {
+            _ if !allocator.grants_holes() => Takes::Nothing,
+            _ if allocator.free_for_clients() < enough => Takes::Holes,
+            _ => Takes::Writes,
+        };
+        RoomGrant { takes, share_blocks: allocator.shares.share_blocks }
+    }
+
+    /// Bytes that are free before the pool grants no more room for writes.
+    pub fn granted_bytes(&self) -> u64 {
+        let free = self.core.allocator.free_for_clients() + 1;
+        let units = free.saturating_sub(scheduler::short_below_units(self));
+        u64::from(units) * u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64
+    }
+
     /// Looks whether the file system below is short of room, or has it again.
     pub fn look_below(&mut self) {
         self.core.look_below();
@@ -462,6 +491,17 @@ impl<D: Disk> Pool<D> {
             self.touch_all();
             self.victim.set(None);
         }
+    }
+
+    /// Whether the next background work waits for reads of the disk.
+    pub fn background_waits(&self) -> bool {
+        look_ahead::waits_for_disk(self)
+    }
+
+    /// Has it wait no more, as the disk does not answer; the replica that it is of has no background
+    /// work until [`Pool::look_again`].
+    pub fn give_up_background_wait(&mut self) -> Option<ReplicaGuid> {
+        look_ahead::give_up(self)
     }
 
     /// Writes everything that is foldable and recorded in one go: for a clean shutdown, so that
@@ -518,6 +558,20 @@ impl<D: Disk> Pool<D> {
         self.scrub_as(guid, at, budget_bytes, true)
     }
 
+    /// Whether a replica shows a base that no scrub of its keeper reads: the keeper is gone, or the snapshot
+    /// is, or a rebuild gave the keeper another copy of it.
+    fn shows_unread_base(&self, guid: ReplicaGuid) -> bool {
+        let first = self.replicas.get(&guid).and_then(|replica| replica.family.relatives.base);
+        self.core.bases.line(first).any(|(id, base)| {
+            let keeper = self.replicas.get(&id.replica);
+            if mutant::is("base-without-its-snapshot-not-scrubbed") {
+                return keeper.is_none_or(creation::is_remnant);
+            }
+            let mut snapshots = keeper.iter().flat_map(|keeper| &keeper.folded.snapshots);
+            !snapshots.any(|s| s.info.id == id.snapshot && s.root == base.root)
+        })
+    }
+
     fn scrub_as(
         &mut self,
         guid: ReplicaGuid,
@@ -527,6 +581,7 @@ impl<D: Disk> Pool<D> {
     ) -> Result<Scrubbed, StoreError> {
         let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
         self.touch(guid);
+        let reads_bases = self.shows_unread_base(guid);
         let Some(replica) = self.replicas.get_mut(&guid) else {
             return Ok(Scrubbed::default());
         };
@@ -541,7 +596,8 @@ impl<D: Disk> Pool<D> {
             let (read_bytes, known) = (done.read_bytes, self.core.faults.bad.len());
             self.scrubbing.begin(&mut self.core, Owner::Scrub(guid), may_wait);
             let listing = &mut self.scrubbing.listing;
-            let part = scrub::scrub_part(replica, &mut self.core, at, &mut done, listing);
+            let part =
+                scrub::scrub_part(replica, &mut self.core, at, reads_bases, &mut done, listing);
             if let Err(lacking) = self.scrubbing.end(&mut self.core) {
                 // The part is done anew, and finds the same.
                 self.core.faults.bad.truncate(known);
@@ -626,6 +682,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             Record::Checkpoint(guid, checkpoint.encode()),
         ])?;
         self.replicas.insert(guid, replica);
+        self.core.share_among(self.replicas.len());
         self.touch(guid);
         Ok(())
     }
@@ -774,6 +831,15 @@ impl<D: Disk> ReplicaPool for Pool<D> {
     }
 }
 
+/// Kinds of calls that copy, in their names.
+const VERIFY: u8 = 0;
+const FETCH: u8 = 1;
+const PULL: u8 = 2;
+const BEGIN: u8 = 3;
+const FEED: u8 = 4;
+const REPAIR: u8 = 5;
+const MEND: u8 = 6;
+
 /// A replica of a pool.
 pub struct Handle<'a, D> {
     core: &'a mut Core<D>,
@@ -857,7 +923,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let before = out.len();
-        self.core.fetches.begin(Owner::Sessions(self.replica.identity.guid));
+        let name = name_of((view, lba, blocks, want_data));
+        self.core.fetches.begin(Owner::Sessions(self.replica.identity.guid), name);
         let read = self.replica.read(self.core, view, lba, blocks, want_data, out);
         let Some(ticket) = self.core.fetches.end() else { return read };
         out.truncate(before);
@@ -875,7 +942,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
     ) -> Result<(), StoreError> {
         if !self.core.fetches.is_open() {
             // It may have waited for the disk before, and reads all of it anew.
-            self.core.fetches.forget_untaken(Owner::Copying(self.replica.identity.guid));
+            let owner = Owner::Copying(self.replica.identity.guid);
+            self.core.fetches.give_up(owner, name_of((VERIFY, view, lba, blocks)));
         }
         repair::verify(self.replica, self.core, view, lba, blocks, bytes_max, note, out)
     }
@@ -890,13 +958,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let before = out.len();
-        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let name = name_of((VERIFY, view, lba, blocks));
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid), name);
         let verified = self.verify(view, lba, blocks, bytes_max, note, out);
-        let Some(ticket) = self.core.fetches.end() else {
-            // Where blocks were overwritten meanwhile, it took other stretches than it had wanted.
-            self.core.fetches.forget_untaken(Owner::Copying(self.replica.identity.guid));
-            return verified;
-        };
+        let Some(ticket) = self.core.fetches.end() else { return verified };
         out.truncate(before);
         Err(StoreError::Pending(ticket))
     }
@@ -938,7 +1003,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         after: Lsn,
         bytes_max: u32,
     ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
-        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let name = name_of((FETCH, after, bytes_max));
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid), name);
         let fetched = self.fetch(after, bytes_max);
         self.core.fetches.end().map_or(fetched, |ticket| Err(StoreError::Pending(ticket)))
     }
@@ -964,7 +1030,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         bytes_max: u32,
         want_data: bool,
     ) -> Result<Option<PullChunk>, StoreError> {
-        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid));
+        let name = name_of((PULL, session, view, cursor));
+        self.core.fetches.begin(Owner::Copying(self.replica.identity.guid), name);
         let pulled = sending::pull(
             self.replica,
             self.core,
@@ -991,12 +1058,18 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
             return Ok(());
         }
         let (replica, core) = (&mut *self.replica, &mut *self.core);
-        core.fetches.begin(Owner::Copying(replica.identity.guid));
+        let name = match &upcoming {
+            Upcoming::Begin { from } => name_of((BEGIN, from)),
+            Upcoming::Feed { .. } | Upcoming::Merge => name_of(FEED),
+            Upcoming::Repair { view, lba } => name_of((REPAIR, view, lba)),
+            Upcoming::Mend { view, lba, .. } => name_of((MEND, view, lba)),
+        };
+        core.fetches.begin(Owner::Copying(replica.identity.guid), name);
         // Whatever else is wrong with it the work itself comes to.
         let _ = match upcoming {
             Upcoming::Begin { from } => shadow::look_ahead_of_begin(replica, core, from),
             Upcoming::Feed { slots } => shadow::look_ahead_of_feed(replica, core, slots),
-            Upcoming::Merge => shadow::look_ahead(replica, core),
+            Upcoming::Merge => shadow::look_ahead_of_end(replica, core),
             Upcoming::Repair { view, lba } => repair::look_ahead(replica, core, view, lba),
             Upcoming::Mend { view, lba, blocks } => {
                 repair::look_ahead_of_mend(replica, core, view, lba, blocks)

@@ -32,6 +32,7 @@ use crate::error::PoolError;
 use crate::format::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
 use crate::format::checkpoint::{Checkpoint, LogStart, SegmentState};
 use crate::format::relatives::RelativesState;
+use crate::format::superblock::FORMAT_VERSION;
 use crate::log::memtable::Log;
 use crate::metadata::state::DurableReplica;
 use crate::rebuild::shadow::Shadow;
@@ -88,7 +89,7 @@ pub fn recover<D: Disk>(
         is_remnant: relatives.is_remnant,
     };
     let guid = durable.identity.guid;
-    let logical = Logical::new(&core.superblock, checkpoint.logical.as_ref());
+    let logical = Logical::opened(&core.superblock, checkpoint.logical.as_ref());
     if !logical.is_learned() {
         // Counters do not go down for blocks of which it is not known where they were moved.
         replica.maintenance.count.request();
@@ -402,7 +403,7 @@ fn replay_entry<D: Disk>(
     }
     let kind = EntryKind::decode(raw.kind, payload);
     let Ok(kind) = kind else {
-        return Err(PoolError::Newer { version: raw.kind.into() });
+        return Err(PoolError::Newer { version: FORMAT_VERSION });
     };
     let mut entry = Entry {
         epoch: Epoch(raw.epoch),

@@ -3,10 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use quoin_replication::replica::store::{CloneSource, ReplicaMeta, ReplicaStore, StoreError};
+use quoin_replication::replica::store::{
+    CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+};
 use quoin_store::{Cloned, Disk, MemoryDisk, Pool, ReplicaPool, ScrubAt};
 use quoin_types::message::{Content, ReadView};
-use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId, VolumeId};
+use quoin_types::{
+    BLOCK_SIZE, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId,
+};
 use rand::Rng;
 
 use crate::common::family::{Family, of};
@@ -66,6 +70,39 @@ fn a_clone_is_refused_where_its_snapshot_is_not_and_where_it_would_be_smaller() 
     family.delete(clone);
     let again = family.pool().create_clone(of(clone), ReplicaMeta::default(), BLOCKS, &source);
     assert_eq!(again, Err(StoreError::Rule("a GUID is born once")));
+}
+
+#[test]
+fn a_clone_is_made_of_the_sound_replica_where_a_damaged_one_has_its_snapshot_too() {
+    let mut family = Family::new(1, 32 << 20);
+    family.write_some(1);
+    let snapshot = family.snapshot(1).expect("room");
+    let (damaged, sound) = (ReplicaGuid(1), ReplicaGuid(20));
+    let pool = family.pool();
+    let entries = pool.replica(damaged).expect("it").fetch(Lsn::ZERO, 1 << 20);
+    let entries = entries.expect("it reads").expect("its log");
+    let identity = ReplicaIdentity { guid: sound, replica: ReplicaId(20), ..of(1) };
+    pool.create(identity, ReplicaMeta::default(), BLOCKS).expect("room");
+    let mut store = pool.replica(sound).expect("it");
+    store.append(&entries).expect("room");
+    store.set_stable(entries.last().expect("a snapshot").lsn);
+    drop(store);
+    let mut store = pool.replica(damaged).expect("it");
+    let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
+    store.put_meta(meta).expect("room");
+    drop(store);
+    let source = CloneSource { volume: VolumeId(1), snapshot };
+    let made = (0..50).any(|_| {
+        family.work();
+        let made = family.pool().create_clone(of(30), ReplicaMeta::default(), BLOCKS, &source);
+        made.expect("the other one is sound") == Cloned::Made
+    });
+    assert!(made, "it was never folded");
+    let shown =
+        read_all(&mut family.pool().replica(ReplicaGuid(30)).expect("it"), ReadView::Live, BLOCKS);
+    let kept = ReadView::Snapshot(snapshot);
+    let has = read_all(&mut family.pool().replica(sound).expect("it"), kept, BLOCKS);
+    assert_eq!(flat(&shown), flat(&has));
 }
 
 #[test]
@@ -435,6 +472,83 @@ fn a_rotten_block_that_only_a_clone_shows_is_found_by_its_scrub() {
         // While its source is there, that one's scrub finds it.
         assert_eq!(found, if is_deleted { vec![300] } else { vec![] });
     }
+}
+
+/// The snapshot is gone, or a rebuild gave its replica other copies of all: no scrub of that replica comes to
+/// what the clone shows.
+#[test]
+fn a_base_that_its_keeper_has_no_snapshot_of_is_read_by_the_scrub_of_a_clone() {
+    for is_rebuilt in [false, true] {
+        let mut family = Family::new(14, 16 << 20);
+        family.append(1, EntryKind::Write, 300, 1);
+        let snapshot = family.snapshot(1).expect("room");
+        let guid = ReplicaGuid(family.clone_of(1, snapshot, 0).expect("room"));
+        let mut replica = family.pool().replica(guid).expect("it");
+        let good = read_all(&mut replica, ReadView::Live, BLOCKS);
+        let wanted = good.iter().find(|slot| slot.lba == 300).expect("it").clone();
+        let Content::Data { data, .. } = wanted.content else { panic!("a hole") };
+        match is_rebuilt {
+            true => family.rebuild(1, 5),
+            false => assert!(family.append(1, EntryKind::DeleteSnapshot { id: snapshot }, 0, 0)),
+        }
+        family.work();
+        family.pool().settle().expect("folded");
+        family.restart();
+        let flip = |bytes: &mut [u8]| {
+            let is_it = bytes == &data[..];
+            bytes[9] ^= u8::from(is_it);
+            is_it
+        };
+        let mut pool = Pool::open(damaged_disk(&family.disk, flip), short_steps()).expect("a pool");
+        let mut at = Some(ScrubAt::default());
+        while let Some(from) = at {
+            at = pool.scrub(guid, from, 1 << 20).expect("a scrub").next;
+        }
+        let found: Vec<u64> = pool.take_bad_blocks().iter().map(|bad| bad.lba).collect();
+        assert_eq!(found, [300], "rebuilt: {is_rebuilt}");
+    }
+}
+
+/// A leaf of the base has blocks that were never written: to say so in the clone's map let the base
+/// show again, which is lost.
+#[test]
+fn a_clone_over_a_lost_leaf_of_its_base_is_mended_at_once_where_nothing_was_written_too() {
+    let mut family = Family::new(21, 16 << 20);
+    for lba in [5, 300] {
+        family.append(1, EntryKind::Write, lba, 1);
+    }
+    let snapshot = family.snapshot(1).expect("room");
+    let guid = ReplicaGuid(family.clone_of(1, snapshot, 0).expect("room"));
+    family.work();
+    family.pool().settle().expect("folded");
+    family.restart();
+    let read = |pool: &mut Pool<MemoryDisk>| {
+        let mut replica = pool.replica(guid).expect("it");
+        read_all(&mut replica, ReadView::Live, BLOCKS)
+    };
+    let good = read(family.pool());
+    let mut mended = 0;
+    for block in crate::damage::node_blocks(&family.disk) {
+        let disk = family.disk.fork();
+        (0..4096).step_by(64).for_each(|within| disk.rot(block * 4096 + within, 1));
+        let mut pool = Pool::open(disk, short_steps()).expect("a pool");
+        if !read(&mut pool).iter().any(|slot| slot.content == Content::Bad) {
+            continue;
+        }
+        for lba in (0..BLOCKS).step_by(256) {
+            let (blocks, mut slots) = ((BLOCKS - lba).min(256) as u32, Vec::new());
+            let mut peer = family.pool().replica(guid).expect("it");
+            peer.read(ReadView::Live, lba, blocks, true, &mut slots).expect("a read");
+            let mut replica = pool.replica(guid).expect("it");
+            assert_eq!(replica.mend(ReadView::Live, lba, &slots), Ok(true), "from {lba}");
+        }
+        assert_eq!(flat(&read(&mut pool)), flat(&good));
+        pool.settle().expect("recorded");
+        let mut pool = Pool::open(pool.disk().fork(), short_steps()).expect("a pool");
+        assert_eq!(flat(&read(&mut pool)), flat(&good), "on media");
+        mended += 1;
+    }
+    assert!(mended > 0, "no node of the base was hit");
 }
 
 /// What is read of all images of a crash around a clone's creation and deletion.

@@ -3,12 +3,13 @@
 use crate::common;
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::common::family::Family;
 use crate::common::{BLOCKS, GUID, World, options};
 use bytes::Bytes;
 use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt};
+use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt, ScrubStage};
 use quoin_types::message::{Content, ReadView};
-use quoin_types::{EntryKind, Lsn, crc32c};
+use quoin_types::{EntryKind, Lsn, ReplicaGuid, SnapshotId, crc32c};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -148,7 +149,7 @@ fn a_flipped_bit_anywhere_is_never_served_and_never_panics() {
 }
 
 /// Blocks that hold nodes of the map.
-fn node_blocks(disk: &MemoryDisk) -> Vec<u64> {
+pub fn node_blocks(disk: &MemoryDisk) -> Vec<u64> {
     let nodes_after = |header: u64| {
         let mut head = vec![0; 4096];
         disk.read_at(header * 4096, &mut head).expect("a read");
@@ -158,6 +159,51 @@ fn node_blocks(disk: &MemoryDisk) -> Vec<u64> {
         first..first + if holds_nodes { data_blocks.into() } else { 0 }
     };
     disk.written_blocks().into_iter().flat_map(nodes_after).collect()
+}
+
+/// Snapshots are deleted and made while a pass is under way.
+#[test]
+fn a_scrub_reads_all_that_there_is_though_snapshots_come_and_go_meanwhile() {
+    let mut family = Family::new(31, 16 << 20);
+    let guid = ReplicaGuid(1);
+    let snapshot = |family: &mut Family| {
+        family.append(1, EntryKind::Write, 5, 1);
+        family.snapshot(1).expect("room")
+    };
+    let mut snapshots: Vec<SnapshotId> = (0..4).map(|_| snapshot(&mut family)).collect();
+    family.pool().settle().expect("folded");
+    let (mut at, mut seen) = (Some(ScrubAt::default()), BTreeSet::new());
+    while let Some(from) = at {
+        let is_first = seen.insert(from.stage);
+        if is_first && matches!(from.stage, ScrubStage::Snapshot(1..)) && seen.len() == 4 {
+            // The one that is being read, and the next.
+            for id in snapshots.drain(..2).collect::<Vec<_>>() {
+                assert!(family.append(1, EntryKind::DeleteSnapshot { id }, 0, 0));
+            }
+            snapshots.push(snapshot(&mut family));
+            family.pool().settle().expect("folded");
+        }
+        at = family.pool().scrub(guid, from, 1).expect("a scrub").next;
+    }
+    let lsns: BTreeSet<ScrubStage> = family
+        .pool()
+        .replica(guid)
+        .expect("it")
+        .snapshots()
+        .iter()
+        .map(|info| ScrubStage::Snapshot(info.lsn.0))
+        .collect();
+    assert_eq!(lsns.len(), 3);
+    assert!(lsns.is_subset(&seen), "{lsns:?} of {seen:?}");
+    for stage in [ScrubStage::Log, ScrubStage::Map, ScrubStage::Logical] {
+        assert!(seen.contains(&stage), "{stage:?} was passed over");
+    }
+    assert!(seen.contains(&ScrubStage::Segments));
+    let mut numbers: Vec<u64> = seen.iter().map(|stage| stage.number()).collect();
+    assert!(seen.iter().all(|stage| ScrubStage::of(stage.number()) == *stage));
+    numbers.sort_unstable();
+    numbers.dedup();
+    assert_eq!(numbers.len(), seen.len());
 }
 
 /// A node that still looks like one is the worst: its versions and places would be believed.

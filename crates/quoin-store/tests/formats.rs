@@ -19,6 +19,8 @@ use quoin_types::{
 
 const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/format/superblock.rs";
 const CRATE: &str = env!("CARGO_MANIFEST_DIR");
+/// The format version of pools, as their superblock has it.
+const FORMAT_VERSION: u64 = 2;
 const POOL_BYTES: u64 = 12 << 20;
 /// A replica with a base, snapshots, a log above it and a cut; one within an increment; one that
 /// was deleted.
@@ -213,7 +215,7 @@ fn open(disk: &MemoryDisk) -> Pool<MemoryDisk> {
 
 #[test]
 fn a_life_today_ends_in_the_facts_that_were_recorded_and_its_disk_is_recorded() {
-    let recorded = Recorded::current(CRATE, "pool", 1, RAISE);
+    let recorded = Recorded::current(CRATE, "pool", FORMAT_VERSION, RAISE);
     let disk = lived();
     recorded.holds_text("facts.txt", &facts(&mut open(&disk.fork())));
     // Where blocks lie is this build's own affair, so a disk is recorded once and never compared.
@@ -249,82 +251,6 @@ fn pools_of_every_version_are_opened_with_all_they_hold_and_used_on() {
     }
 }
 
-/// Incompatible features of the newest superblock that the media have.
-fn incompatible_on_media(disk: &MemoryDisk) -> u64 {
-    let image = disk.fork();
-    image.power_cut(|| false);
-    let mut block = vec![0; BLOCK_SIZE];
-    let slots = [0, BLOCK_SIZE as u64].map(|offset| {
-        image.read_at(offset, &mut block).expect("a read");
-        let u64_at = |at: usize| u64::from_le_bytes(block[at..at + 8].try_into().expect("8 bytes"));
-        (u64_at(72), u64_at(32))
-    });
-    slots.into_iter().max().expect("two slots").1
-}
-
-#[test]
-fn a_pool_of_before_says_in_its_superblock_that_it_has_a_table_of_segments() {
-    crate::common::break_a_rule();
-    let version = Recorded::all(CRATE, "pool", RAISE).remove(0);
-    let disk = disk_of(&version.read("disk"));
-    let options = PoolOptions { unrecorded_segments: 0, ..options() };
-    let mut pool = Pool::open(disk.clone(), options).expect("a pool");
-    assert_eq!(incompatible_on_media(&disk), 0, "nothing needs it yet");
-    append(&mut pool, 5, &[(EntryKind::Write, 44, 3)]);
-    let last = replica(&mut pool, LIVED, |store| store.state().position.lsn);
-    replica(&mut pool, LIVED, |store| store.set_stable(last));
-    pool.settle().expect("folded");
-    assert_eq!(incompatible_on_media(&disk), 1);
-    let held = facts(&mut pool);
-    drop(pool);
-    assert_eq!(facts(&mut Pool::open(disk, options).expect("a pool")), held);
-}
-
-/// Blocks of before are named by where they lie, later ones by logical places, and both are moved.
-#[test]
-fn a_pool_of_before_says_that_it_has_logical_places_and_is_brought_over_while_it_is_used() {
-    crate::common::break_a_rule();
-    let version = Recorded::all(CRATE, "pool", RAISE).remove(0);
-    let disk = disk_of(&version.read("disk"));
-    // Until its second start an update of the program can be taken back.
-    let mut pool = open(&disk);
-    for _ in 0..60 {
-        append(&mut pool, 5, &[(EntryKind::Write, 50, 1)]);
-    }
-    assert_eq!(incompatible_on_media(&disk), 0);
-    drop(pool);
-    let mut pool = open(&disk);
-    assert_eq!(incompatible_on_media(&disk), 2, "before anything has such a place");
-    let kept = |pool: &mut Pool<MemoryDisk>| {
-        replica(pool, LIVED, |store| {
-            let first = store.snapshots()[0];
-            flat(&read_all(store, ReadView::Snapshot(first.id), first.blocks))
-        })
-    };
-    let before = kept(&mut pool);
-    for round in 0..400u64 {
-        append(&mut pool, 5, &[(EntryKind::Write, 100 + round * 7 % 300, 1)]);
-        let last = replica(&mut pool, LIVED, |store| store.state().position.lsn);
-        replica(&mut pool, LIVED, |store| store.set_stable(last));
-        if round.is_multiple_of(50) {
-            pool.settle().expect("folded");
-            for _ in 0..20 {
-                pool.background(1 << 20).expect("background work");
-                sync(&mut pool);
-            }
-        }
-    }
-    assert!(kept(&mut pool) == before, "the snapshot of before");
-    let held = facts(&mut pool);
-    pool.settle().expect("recorded");
-    drop(pool);
-    let mut pool = open(&disk);
-    assert_eq!(facts(&mut pool), held);
-    drop(pool);
-    let report = offline::check(disk, |_| ()).expect("a check");
-    assert!(report.is_sound(), "{report:?}");
-}
-
 #[test]
 fn a_ring_with_a_record_of_a_later_version_is_refused_as_newer_and_left_alone() {
     let disk = lived();
@@ -350,4 +276,39 @@ fn a_ring_with_a_record_of_a_later_version_is_refused_as_newer_and_left_alone() 
     let refused = Pool::open(disk.clone(), options()).map(drop).expect_err("an unknown record");
     assert!(matches!(refused, PoolError::Newer { .. }), "{refused}");
     assert!(before == image(&disk), "it was changed");
+}
+
+/// All four copies of the superblock say another format version.
+fn of_format(version: u32) -> MemoryDisk {
+    let disk = lived();
+    let blocks = POOL_BYTES / BLOCK_SIZE as u64;
+    let mut block = vec![0; BLOCK_SIZE];
+    for at in [0, 1, blocks - 2, blocks - 1] {
+        disk.read_at(at * BLOCK_SIZE as u64, &mut block).expect("a read");
+        block[8..12].copy_from_slice(&version.to_le_bytes());
+        let crc = crc32c(&block[..92]);
+        block[92..96].copy_from_slice(&crc.to_le_bytes());
+        disk.write_at(at * BLOCK_SIZE as u64, &[IoSlice::new(&block)]).expect("a write");
+    }
+    disk
+}
+
+#[test]
+fn a_pool_of_another_format_is_refused_with_both_versions_and_the_way_out_and_left_alone() {
+    let here = FORMAT_VERSION as u32;
+    for (version, way_out) in [(here - 1, "quoin pool export"), (here + 1, "start the newer one")] {
+        let disk = of_format(version);
+        let before = image(&disk);
+        let open = |disk: MemoryDisk| Pool::open(disk, options()).map(drop);
+        let check = |disk: MemoryDisk| offline::check(disk, |_| ()).map(drop);
+        let fresh = FormatOptions { unit_blocks: 32, ..FormatOptions::new(PoolId(0x9002)) };
+        let format = |disk: MemoryDisk| Pool::format(&disk, &fresh);
+        for attempt in [&open as &dyn Fn(MemoryDisk) -> Result<(), PoolError>, &check, &format] {
+            let refused = attempt(disk.clone()).expect_err("another format").to_string();
+            for part in [&format!("format {version}"), &format!("format {here}"), way_out] {
+                assert!(refused.contains(part), "{refused}");
+            }
+        }
+        assert!(before == image(&disk), "it was changed");
+    }
 }

@@ -16,5 +16,6 @@ mod opening;
 mod pressure;
 mod reverts;
 mod ring;
+mod shares;
 mod steps;
 mod views;

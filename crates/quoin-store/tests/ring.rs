@@ -67,45 +67,6 @@ fn rot_in_a_ring_that_was_added_to_never_brings_back_what_stood_before() {
     assert_eq!(both.writes(), before, "nothing was changed in it");
 }
 
-/// Makes the ring as versions of before wrote it: they noted in no half that the other one had
-/// taken over.
-fn as_before(disk: &MemoryDisk) {
-    const FLAGS: usize = 22;
-    const NOTED: u8 = 8;
-    const NOTE: u8 = 16;
-    for (.., block) in ring_blocks(disk) {
-        let mut bytes = vec![0; 4096];
-        disk.read_at(block * 4096, &mut bytes).expect("a read");
-        if bytes[FLAGS] & NOTE != 0 {
-            bytes.fill(0);
-        } else {
-            bytes[FLAGS] &= !NOTED;
-            let crc = quoin_types::crc32c(&bytes[8..]);
-            bytes[4..8].copy_from_slice(&crc.to_le_bytes());
-        }
-        disk.write_at(block * 4096, &[std::io::IoSlice::new(&bytes)]).expect("a write");
-    }
-    disk.sync().expect("a sync");
-}
-
-/// Records of the newer half prove that it was there.
-#[test]
-fn a_ring_without_notes_is_searched_for_what_was_appended_to_a_lost_half() {
-    let disk = promised();
-    as_before(&disk);
-    let promised = |disk: MemoryDisk| {
-        Pool::open(disk, options()).map(|mut pool| pool.replica(GUID).expect("it").meta().promised)
-    };
-    assert_eq!(promised(disk.fork()).ok(), Some(Epoch(9)));
-    let newest = ring_blocks(&disk).last().expect("a ring").0;
-    for (generation, index, block) in ring_blocks(&disk) {
-        if (generation, index) == (newest, 0) {
-            disk.rot(block * 4096 + 100, 1);
-        }
-    }
-    assert!(matches!(promised(disk), Err(PoolError::MetadataLost)));
-}
-
 /// A block of the ring, as what it says of itself, and what it held before.
 struct Changed {
     generation: u64,

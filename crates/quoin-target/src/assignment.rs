@@ -57,6 +57,8 @@ pub struct Assigned {
 pub struct Sharer {
     pub node: String,
     pub read_only: bool,
+    /// Hashes of the keys by which the node is known.
+    pub key_hashes: Vec<String>,
     /// Number of its attachment, if it may change the volume; or 0.
     pub client: u64,
 }
@@ -67,6 +69,8 @@ pub struct ServedAt {
     pub node: String,
     /// `HOST:PORT`; empty: not known yet.
     pub address: String,
+    /// As in [`Sharer`].
+    pub key_hashes: Vec<String>,
 }
 
 impl Assigned {
@@ -253,15 +257,21 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         encryption,
         client: target.client,
         sharers: target.sharers.iter().map(sharer).collect(),
-        served_at: target
-            .served_at
-            .as_ref()
-            .map(|at| ServedAt { node: at.node.clone(), address: at.address.clone() }),
+        served_at: target.served_at.as_ref().map(|at| ServedAt {
+            node: at.node.clone(),
+            address: at.address.clone(),
+            key_hashes: at.key_hashes.clone(),
+        }),
     })
 }
 
 fn sharer(sharer: &control::Sharer) -> Sharer {
-    Sharer { node: sharer.node.clone(), read_only: sharer.read_only, client: sharer.client }
+    Sharer {
+        node: sharer.node.clone(),
+        read_only: sharer.read_only,
+        key_hashes: sharer.key_hashes.clone(),
+        client: sharer.client,
+    }
 }
 
 #[cfg(test)]

@@ -4,17 +4,33 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bytes::{Bytes, BytesMut};
 use quoin_reactor::Interest;
-use quoin_types::{ClientId, VolumeId};
 use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
+use quoin_types::{ClientId, VolumeId};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
 
-use crate::assignment::Sharer;
+use crate::standing::Holder;
 
 /// Most bytes of replies that a client may leave unread before its requests are not accepted.
 const QUEUED_MAX: usize = 32 << 20;
 /// Most bytes read from one client before others get their turn.
 const READ_TURN_MAX: usize = 4 << 20;
+
+/// Who is at the other end of a connection over TLS.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct User {
+    pub holder: Holder,
+    /// How another node uses the volume that it shares; `None`: its holder opens all volumes.
+    pub shares: Option<SharedUse>,
+}
+
+/// Use of a volume by another node, as it was told when it came.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SharedUse {
+    pub read_only: bool,
+    /// Number of its attachment, if it may change the volume; or 0.
+    pub client: u64,
+}
 
 pub struct Client {
     socket: OwnedFd,
@@ -36,8 +52,8 @@ pub struct Client {
     crowded: bool,
     /// Queued for another attempt when that is over.
     pub waits: bool,
-    /// Another node that shares the volume, as it may use it.
-    pub sharer: Option<Sharer>,
+    /// `None`: it came by a socket of this host.
+    pub user: Option<User>,
     /// The client whose requests are numbered, once that is known, and whether it begins.
     pub numbered: Option<(ClientId, bool)>,
 }
@@ -66,7 +82,7 @@ impl Client {
             counted_bytes: 0,
             crowded: false,
             waits: false,
-            sharer: None,
+            user: None,
             numbered: None,
         }
     }

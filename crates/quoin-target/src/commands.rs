@@ -30,8 +30,6 @@ use crate::shard::Input;
 
 /// Pause before the stream of commands is opened again.
 const RETRY: Duration = Duration::from_millis(500);
-/// The same for a controller of a version that has no commands.
-const UNKNOWN_RETRY: Duration = Duration::from_secs(30);
 const CALL_MAX: Duration = Duration::from_secs(5);
 
 /// Outcome of a wish in a volume's state machine.
@@ -132,18 +130,10 @@ fn refused(reason: command_refused::Reason, message: impl Into<String>) -> Comma
 }
 
 /// Why no snapshot is made.
-fn refused_snapshot(outcome: SnapshotOutcome) -> CommandRefused {
-    use command_refused::Reason;
-    match outcome {
-        SnapshotOutcome::TooMany => {
-            let message = format!("the volume has {USER_SNAPSHOTS_MAX} snapshots");
-            refused(Reason::TooManySnapshots, message)
-        }
-        _ => refused(
-            Reason::Unspecified,
-            "the pool of an in-sync replica runs a version without snapshots: update it",
-        ),
-    }
+fn too_many_snapshots() -> command_outcome::What {
+    let message = format!("the volume has {USER_SNAPSHOTS_MAX} snapshots");
+    let reason = command_refused::Reason::TooManySnapshots;
+    command_outcome::What::Refused(refused(reason, message))
 }
 
 /// The outcome of a step of a point, as it is reported.
@@ -160,7 +150,7 @@ fn step_outcome(
             lsn: lsn.0,
             epoch: epoch.0,
         }),
-        PointOutcome::Refused(outcome) => command_outcome::What::Refused(refused_snapshot(outcome)),
+        PointOutcome::TooManySnapshots => too_many_snapshots(),
         PointOutcome::Released { unbroken } => {
             command_outcome::What::PointReleased(PointReleased { unbroken })
         }
@@ -186,10 +176,6 @@ fn revert_outcome(
         RevertOutcome::TooMany => refused(
             Reason::TooManySnapshots,
             "the volume has too many snapshots to record it: delete some",
-        ),
-        RevertOutcome::Unsupported => refused(
-            Reason::Unspecified,
-            "the pool of an in-sync replica runs a version that reverts otherwise: update it",
         ),
     };
     CommandOutcome {
@@ -273,9 +259,7 @@ fn outcome(node: &str, volume: VolumeId, answer: &Answer) -> CommandOutcome {
             let snapshot_id = snapshot_id.clone();
             command_outcome::What::SnapshotGone(SnapshotGone { snapshot_id })
         }
-        refusal @ (SnapshotOutcome::TooMany | SnapshotOutcome::Unsupported) => {
-            command_outcome::What::Refused(refused_snapshot(refusal))
-        }
+        SnapshotOutcome::TooMany => too_many_snapshots(),
     };
     CommandOutcome {
         id: snapshot_id,
@@ -295,7 +279,6 @@ impl Control {
     pub async fn obey(&self, mut shutdown: watch::Receiver<bool>) {
         loop {
             let pause = match self.obey_once().await {
-                Err(status) if status.code() == tonic::Code::Unimplemented => UNKNOWN_RETRY,
                 Err(status) => {
                     tracing::debug!(%status, "the stream of commands ended");
                     RETRY
@@ -310,7 +293,7 @@ impl Control {
     }
 
     async fn obey_once(&self) -> Result<(), Status> {
-        let request = WatchCommandsRequest { node: self.options.node.clone(), points: true };
+        let request = WatchCommandsRequest { node: self.options.node.clone() };
         let mut client = AgentClient::new(self.channel.clone());
         let mut commands = client.watch_commands(request).await?.into_inner();
         while let Some(command) = commands.message().await? {
@@ -320,6 +303,8 @@ impl Control {
                 return Err(Status::unavailable("the controller's term is over"));
             }
             match self::command(&command) {
+                // A target that only reads is opened anew before: the command comes again.
+                Ok(Some((volume, Command::Revert { .. }))) if self.only_reads(volume) => {}
                 Ok(Some((volume, command))) => {
                     self.tell(volume, Input::Command { volume, command });
                 }
@@ -493,9 +478,7 @@ mod tests {
         assert_eq!(done.id, SnapshotId(6).to_string());
         let reverted = command_outcome::What::VolumeReverted(VolumeReverted { lsn: 9 });
         assert_eq!(done.what, Some(reverted));
-        for refusal in
-            [RevertOutcome::NoSnapshot, RevertOutcome::TooMany, RevertOutcome::Unsupported]
-        {
+        for refusal in [RevertOutcome::NoSnapshot, RevertOutcome::TooMany] {
             let Some(command_outcome::What::Refused(refused)) = of(refusal).what else {
                 panic!("{refusal:?}")
             };

@@ -29,13 +29,15 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tonic::Status;
 
 use crate::Options;
-use crate::assignment::{self, Assigned, ServedAt, granted_options};
+use crate::assignment::{self, Assigned, ServedAt, Sharer, granted_options};
+use crate::client::User;
 use crate::dial::{Dials, Reach};
 use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
 use crate::relay::{Destination, Relays};
 use crate::requested_devices::RequestedDevices;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::shares::Shares;
+use crate::standing::{Door, Holder, Openers};
 use crate::verification::verification;
 
 /// Interval of reports of all volumes; each change is reported sooner.
@@ -100,6 +102,8 @@ pub(crate) struct Served {
     /// Keys that were handed over for volumes in use here: [`Control::unlock`].
     keys: BTreeMap<VolumeId, DataKey>,
     reach: Option<Mode>,
+    /// Whose certificates open all that is served here.
+    openers: Openers,
 }
 
 impl Control {
@@ -116,12 +120,7 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
-        let request = WatchNodeRequest {
-            node: self.options.node.clone(),
-            partial: true,
-            encrypts: true,
-            shares: true,
-        };
+        let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // A controller that has just started does not know the served volumes.
@@ -159,12 +158,32 @@ impl Control {
             self.dials.set_reach(Reach::Tls { identity: self.identity.clone(), mode });
         }
         self.options.metrics.lost(&message.served_elsewhere);
+        // Records that do not rule say nothing of who is a member.
+        if message.complete || message.partial {
+            self.admit(&mut served, Openers::of(&message.members));
+        }
         let (wanted, refused) = assignment::parse(message);
         for reason in refused {
             self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
         }
         assignment::take(&mut served.wanted, wanted, message);
         self.reconcile(&mut served);
+    }
+
+    /// Lets these in from now on, and ends the connections of those whose key counts no more.
+    fn admit(&self, served: &mut Served, openers: Openers) {
+        if served.openers == openers {
+            return;
+        }
+        served.openers = openers;
+        for shard in &self.shards {
+            shard.send(Input::Openers(served.openers.clone()));
+        }
+    }
+
+    /// Those whose certificates open all that is served here.
+    pub fn openers(&self) -> Openers {
+        self.served.lock().expect("never held across a panic").openers.clone()
     }
 
     /// Opens missing volumes, updates changed ones, closes those that are not assigned any more.
@@ -200,8 +219,9 @@ impl Control {
                         self.shards[*shard].send(Input::Close(*id));
                     }
                 }
-                // An open volume cannot be made writable: it is closed and opened anew.
-                Some(assigned) if read_only.contains(id) && !assigned.config.read_only => {
+                // An open volume is not made writable, nor are its grant and what its clients know taken
+                // back in part: it is closed and opened anew.
+                Some(assigned) if read_only.contains(id) != assigned.config.read_only => {
                     let is_news = closing.insert(*id);
                     if is_news {
                         self.shards[*shard].send(Input::Close(*id));
@@ -232,7 +252,7 @@ impl Control {
                 continue;
             }
             if let Some(at) = &assigned.served_at {
-                self.relay(*id, assigned, at);
+                self.relay(*id, assigned, at, keys);
                 continue;
             }
             // Returns the shard with the fewest volumes.
@@ -249,7 +269,11 @@ impl Control {
     }
 
     /// Leads from the volume's socket here to the target of another node.
-    fn relay(&self, id: VolumeId, assigned: &Assigned, at: &ServedAt) {
+    fn relay(&self, id: VolumeId, assigned: &Assigned, at: &ServedAt, keys: &Keys) {
+        if is_locked(id, assigned, keys) {
+            // The host that uses it shows its key, as where the volume is served.
+            return self.relays.release(id);
+        }
         if at.address.is_empty() {
             // A controller that has just started does not know it yet.
             return self.relays.leave(id, &at.node);
@@ -258,6 +282,8 @@ impl Control {
             node: at.node.clone(),
             address: at.address.clone(),
             export: assigned.info.name.clone(),
+            key_hashes: at.key_hashes.clone(),
+            key: keys.get(&id).cloned(),
         };
         if let Err(error) = self.relays.want(id, &self.path(id), to) {
             let why = format!("it is served by node {}, and not reached here: {error}", at.node);
@@ -327,7 +353,7 @@ impl Control {
             request.set_timeout(LIVES_MAX);
             let answer = AgentClient::new(self.channel.clone()).report_target(request).await;
             // While the controller does not hear this target, the pools do.
-            let is_unheard = answer.as_ref().is_err_and(|s| s.code() != tonic::Code::Unimplemented);
+            let is_unheard = answer.is_err();
             if is_unheard != unheard {
                 unheard = is_unheard;
                 for shard in &self.shards {
@@ -336,8 +362,6 @@ impl Control {
             }
             match answer {
                 Ok(answer) => drop(devices.end_served_elsewhere(answer.get_ref()).await),
-                // A controller of a build that does not know the call refuses it, and uses CSI's
-                // reports alone.
                 Err(status) => {
                     tracing::debug!(%status, "a sign of life did not reach the controller");
                 }
@@ -387,7 +411,7 @@ impl Control {
             }
         };
         self.shares.open(listener.port());
-        if let Err(error) = listener.serve(self.clone(), shutdown).await {
+        if let Err(error) = listener.serve(Door::Sharers, self.clone(), shutdown).await {
             tracing::error!(%error, "volumes are not shared with other nodes any more");
         }
     }
@@ -440,6 +464,11 @@ impl Control {
         }
     }
 
+    /// Returns true if the volume is open here for reading alone.
+    pub(crate) fn only_reads(&self, volume: VolumeId) -> bool {
+        self.served.lock().expect("never held across a panic").read_only.contains(&volume)
+    }
+
     pub(crate) fn tell(&self, volume: VolumeId, input: Input) {
         let served = self.served.lock().expect("never held across a panic");
         if let Some(shard) = served.open.get(&volume) {
@@ -447,14 +476,23 @@ impl Control {
         }
     }
 
-    /// Returns the volumes that another node shares with this one, as it sees them.
-    pub fn exports_to(&self, node: &str) -> Vec<Offered> {
+    /// Returns the volumes that another node shares with this one, as it sees them. `proof`: the secret
+    /// of its connection, and what it shows by that of having a volume's key; an encrypted volume is
+    /// there for those alone who have its key.
+    pub fn exports_to(&self, holder: &Holder, proof: Option<([u8; 32], [u8; 32])>) -> Vec<Offered> {
         let served = self.served.lock().expect("never held across a panic");
+        let has_key = |id: &VolumeId| {
+            let key = served.keys.get(id);
+            key.zip(proof).is_some_and(|(key, (secret, proof))| key.is_proven_by(&secret, &proof))
+        };
         let open = served.wanted.iter().filter(|(id, assigned)| {
-            served.open.contains_key(id) && !is_locked(**id, assigned, &served.keys)
+            served.open.contains_key(id) && (assigned.encryption.is_none() || has_key(id))
         });
         let shared = open.filter_map(|(_, assigned)| {
-            let sharer = assigned.sharers.iter().find(|sharer| sharer.node == node)?;
+            let is_it = |sharer: &&Sharer| {
+                sharer.node == holder.name && sharer.key_hashes.contains(&holder.key_hash)
+            };
+            let sharer = assigned.sharers.iter().find(is_it)?;
             let info = DeviceInfo { read_only: sharer.read_only, ..assigned.info.clone() };
             Some(Offered { info, since_epoch: assigned.since_epoch, client: sharer.client })
         });
@@ -480,6 +518,12 @@ impl Control {
         let named = |(_, a): &(&VolumeId, &Assigned)| a.info.name == name && !a.maintenance;
         let Some((id, _)) = served.wanted.iter().find(named) else { return false };
         let Some(shard) = served.open.get(id) else { return false };
+        // Its key may count no more since it was let in; the shard looks at that of a sharer.
+        if let Some(User { holder, shares: None }) = &client.user
+            && !served.openers.admit(holder)
+        {
+            return false;
+        }
         self.shards[*shard].send(Input::Client(*id, Box::new(client)));
         true
     }

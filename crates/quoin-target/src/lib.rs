@@ -21,6 +21,7 @@ mod relay;
 mod requested_devices;
 pub mod shard;
 mod shares;
+pub mod standing;
 pub mod tokens;
 mod verification;
 
@@ -169,7 +170,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         let Some(nbd_listener) = &c.nbd_listener else { return };
-        if let Err(error) = nbd_listener.serve(c.clone(), s).await {
+        if let Err(error) = nbd_listener.serve(standing::Door::All, c.clone(), s).await {
             tracing::error!(%error, "NBD is not served over TCP any more");
         }
     });

@@ -1,35 +1,38 @@
 //! NBD over TCP: one port for every volume that this node serves, exported by its name.
 //!
-//! Only `STARTTLS` is accepted, with a certificate of this cluster: an admin's, that of the node
-//! itself, to which the volumes behind this port are attached, or that of another node that shares a
-//! volume with it, for that volume and as it may use it. Any other proven member gets a
+//! Only `STARTTLS` is accepted, with a certificate of this cluster whose key counts ([`crate::standing`]):
+//! an admin's, that of the node itself, to which the volumes behind this port are attached, or that of
+//! another node that shares a volume with it, for that volume and as it may use it; by the port that
+//! is for nodes that share volumes, theirs alone. Any other proven member gets a
 //! refusal with the reason; an unproven client learns nothing. A plain port must be requested and
 //! is opened on loopback alone, which is open to the host's own users anyway.
 //!
 //! Negotiation runs on helper threads, a bounded number at a time, shared by source address, and
 //! each with a deadline, so a slow or malformed client costs a volume nothing, nor another client
 //! its turn. A client that has opened its export is handed to the volume's shard, and from there on
-//! is like one of the unix socket. Its connection ends when its certificate does.
+//! is like one of the unix socket. Its connection ends when its certificate does, and when the key of
+//! that counts no more.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::BytesMut;
-use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
-use quoin_nbd::{Description, Exports, Limits, Numbering, Refused, Session, TlsPolicy};
+use quoin_identity::{Identity, valid_until};
+use quoin_nbd::{Description, Exports, Limits, Numbering, Proven, Refused, Session, TlsPolicy};
 use quoin_reactor::descriptors::{LISTENER_REST, Shortage};
 use quoin_types::ClientId;
 use quoin_types::block::{DeviceInfo, Frontend, Request};
 use quoin_wire::connection_slots::{ConnectionSlot, ConnectionSlots};
 use quoin_wire::handshake;
 use quoin_wire::same_host::PeerAddress;
-use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
 
+use crate::client::{SharedUse, User};
 use crate::control::{Control, Offered};
+use crate::standing::{Door, Holder, Standing};
 
 /// Most negotiations under way at once.
 const NEGOTIATIONS_MAX: usize = 64;
@@ -77,8 +80,8 @@ pub struct NewClient {
     pub requests: Vec<Request>,
     /// Remaining validity of the client's certificate.
     pub life: Option<Duration>,
-    /// Node that shares the volume; `None`: it is no sharer.
-    pub sharer: Option<String>,
+    /// `None`: it came without TLS.
+    pub user: Option<User>,
 }
 
 /// The open port.
@@ -144,9 +147,10 @@ impl NbdListener {
         uri
     }
 
-    /// Accepts clients until `shutdown`.
+    /// Accepts clients by this door until `shutdown`.
     pub async fn serve(
         &self,
+        door: Door,
         control: Arc<Control>,
         mut shutdown: watch::Receiver<bool>,
     ) -> std::io::Result<()> {
@@ -181,7 +185,7 @@ impl NbdListener {
                 let Some(place) = place else { return control.options.metrics.clients.refused() };
                 tokio::task::spawn_blocking(move || {
                     let _place = place;
-                    if let Err(why) = hear(socket.into_std(), policy, &control) {
+                    if let Err(why) = hear(socket.into_std(), policy, door, &control) {
                         control.options.metrics.clients.refused();
                         tracing::info!(%from, why, "an NBD client was turned away");
                     }
@@ -207,6 +211,7 @@ async fn place(negotiations: &ConnectionSlots, from: SocketAddr) -> Option<Conne
 fn hear(
     socket: std::io::Result<TcpStream>,
     policy: TlsPolicy,
+    door: Door,
     control: &Arc<Control>,
 ) -> Result<(), String> {
     let failed = |error: std::io::Error| error.to_string();
@@ -214,17 +219,19 @@ fn hear(
     socket.set_nonblocking(false).map_err(failed)?;
     socket.set_nodelay(true).map_err(failed)?;
     keep_alive(&socket).map_err(failed)?;
+    let standing = match policy {
+        TlsPolicy::Plain => Standing::Opener(None),
+        TlsPolicy::Required(_) => Standing::Unknown,
+    };
+    let learned =
+        Arc::new(Mutex::new(Learned { standing, until: None, secret: None, proof: None }));
+    let found = Arc::new(Mutex::default());
     let pending = PendingClient {
         control: control.clone(),
-        standing: match policy {
-            TlsPolicy::Plain => Standing::Admitted,
-            TlsPolicy::Required(_) => Standing::Unknown,
-        },
-        until: Arc::default(),
-        since_epoch: Mutex::default(),
-        sharer: Arc::default(),
+        door,
+        learned: learned.clone(),
+        found: found.clone(),
     };
-    let (until, sharer) = (pending.until.clone(), pending.sharer.clone());
     let mut session = Session::over(Box::new(pending), policy, Limits::default());
     let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
     let (deadline, mut heard) = (Instant::now() + NEGOTIATION_MAX, false);
@@ -256,10 +263,21 @@ fn hear(
     }
     socket.set_nonblocking(true).map_err(failed)?;
     let name = session.device().map(|device| device.name.clone()).unwrap_or_default();
-    let until = *until.lock().expect("never held across a panic");
-    let life = until.map(|until| until.duration_since(SystemTime::now()).unwrap_or_default());
-    let sharer = sharer.lock().expect("never held across a panic").clone();
-    let client = NewClient { socket, session, input, requests, life, sharer };
+    let learned = learned.lock().expect("never held across a panic").clone();
+    let life = learned.until.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
+    let read_only = session.device().is_some_and(|device| device.read_only);
+    let user = match learned.standing {
+        Standing::Opener(None) => None,
+        Standing::Opener(Some(holder)) => Some(User { holder, shares: None }),
+        Standing::Sharer(holder) => {
+            let (_, client) = *found.lock().expect("never held across a panic");
+            Some(User { holder, shares: Some(SharedUse { read_only, client }) })
+        }
+        Standing::Unknown | Standing::Forbidden(_) => {
+            return Err("nothing is open to it".to_owned());
+        }
+    };
+    let client = NewClient { socket, session, input, requests, life, user };
     if control.adopt(&name, client) { Ok(()) } else { Err(format!("volume {name} has just left")) }
 }
 
@@ -271,36 +289,43 @@ fn keep_alive(socket: &TcpStream) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Proven rights of a client.
-enum Standing {
-    Unknown,
-    Admitted,
-    /// Another node, which uses what it shares.
-    Sharer(String),
-    Forbidden(String),
+/// What is known of a client.
+#[derive(Clone)]
+struct Learned {
+    standing: Standing,
+    /// End of its certificate.
+    until: Option<SystemTime>,
+    /// Secret that both ends of the connection have, and nobody else.
+    secret: Option<[u8; 32]>,
+    /// Proof that it showed of a volume's key.
+    proof: Option<[u8; 32]>,
 }
 
 /// A client whose certificate may be unknown yet, and the volumes that it may see.
 struct PendingClient {
     control: Arc<Control>,
-    standing: Standing,
-    until: Arc<Mutex<Option<SystemTime>>>,
-    /// Of the export that was found last.
-    since_epoch: Mutex<u64>,
-    sharer: Arc<Mutex<Option<String>>>,
+    door: Door,
+    learned: Arc<Mutex<Learned>>,
+    /// First epoch of the use of the export that was found last, and the number of the attachment.
+    found: Arc<Mutex<(u64, u64)>>,
 }
 
 impl PendingClient {
+    fn learned(&self) -> MutexGuard<'_, Learned> {
+        self.learned.lock().expect("never held across a panic")
+    }
+
     /// Returns what the client may open.
     fn exports(&self) -> Result<Vec<Offered>, Refused> {
-        match &self.standing {
-            Standing::Admitted => {
+        let Learned { standing, secret, proof, .. } = self.learned().clone();
+        match standing {
+            Standing::Opener(_) => {
                 let all = self.control.exports().into_iter();
                 Ok(all.map(|info| Offered { info, since_epoch: 0, client: 0 }).collect())
             }
-            Standing::Sharer(node) => Ok(self.control.exports_to(node)),
+            Standing::Sharer(holder) => Ok(self.control.exports_to(&holder, secret.zip(proof))),
             Standing::Unknown => Err(Refused::Unknown),
-            Standing::Forbidden(why) => Err(Refused::Forbidden(why.clone())),
+            Standing::Forbidden(why) => Err(Refused::Forbidden(why)),
         }
     }
 }
@@ -312,26 +337,28 @@ impl PendingClient {
 }
 
 impl Exports for PendingClient {
-    fn identify(&mut self, certificates: &[CertificateDer<'static>]) {
-        let Some(leaf) = certificates.first() else { return };
-        *self.until.lock().expect("never held across a panic") = valid_until(leaf);
-        self.standing = match peer_of(leaf) {
-            Ok(peer) => judge(&peer, &self.control.options.node),
+    fn identify(&mut self, proven: &Proven<'_>) {
+        let Some(leaf) = proven.certificates.first() else { return };
+        let standing = match Holder::of(leaf) {
+            Ok(holder) => {
+                let node = &self.control.options.node;
+                Standing::of(holder, node, self.door, &self.control.openers())
+            }
             Err(error) => Standing::Forbidden(error.to_string()),
         };
-        match &self.standing {
-            Standing::Forbidden(why) => {
-                tracing::warn!(why, "an NBD client with a certificate that is not for this");
-            }
-            Standing::Sharer(node) => {
-                *self.sharer.lock().expect("never held across a panic") = Some(node.clone());
-            }
-            Standing::Unknown | Standing::Admitted => {}
+        if let Standing::Forbidden(why) = &standing {
+            tracing::warn!(why, "an NBD client with a certificate that is not for this");
         }
+        let (until, secret) = (valid_until(leaf), Some(proven.secret));
+        *self.learned() = Learned { standing, until, secret, proof: None };
+    }
+
+    fn prove(&self, proof: [u8; 32]) {
+        self.learned().proof = Some(proof);
     }
 
     fn description(&self) -> String {
-        let since_epoch = *self.since_epoch.lock().expect("never held across a panic");
+        let (since_epoch, _) = *self.found.lock().expect("never held across a panic");
         Description { since_epoch }.to_string()
     }
 
@@ -345,15 +372,17 @@ impl Exports for PendingClient {
     }
 
     fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused> {
-        match (self.offered(name)?, &self.standing) {
+        let standing = self.learned().standing.clone();
+        match (self.offered(name)?, standing) {
             (Some(offered), _) => {
-                let mut since_epoch = self.since_epoch.lock().expect("never held across a panic");
-                *since_epoch = offered.since_epoch;
+                let mut found = self.found.lock().expect("never held across a panic");
+                *found = (offered.since_epoch, offered.client);
                 Ok(offered.info)
             }
-            (None, Standing::Sharer(node)) => Err(Refused::Forbidden(format!(
-                "node {node} may not use that volume of node {}: it does not share it, or the volume \
-                 is not served there",
+            (None, Standing::Sharer(holder)) => Err(Refused::Forbidden(format!(
+                "{holder} may not use that volume of node {}: it does not share it by the key of this \
+                 certificate, has not proven the key of its encryption, or the volume is not served \
+                 there",
                 self.control.options.node
             ))),
             (None, _) if name.is_empty() => Err(Refused::Forbidden(
@@ -365,23 +394,9 @@ impl Exports for PendingClient {
     }
 }
 
-/// Decides a peer's rights. The volumes that this listener serves are attached to `node`, so they
-/// are its own and an admin's, and those of other nodes that share them.
-fn judge(peer: &Peer, node: &str) -> Standing {
-    match peer.role {
-        Role::Admin => Standing::Admitted,
-        Role::Node if peer.name == node => Standing::Admitted,
-        Role::Node => Standing::Sharer(peer.name.clone()),
-        _ => Standing::Forbidden(format!(
-            "{peer} may not use the volumes of node {node}: only that node, nodes that share them and \
-             admins may"
-        )),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use quoin_identity::ClusterId;
+    use quoin_identity::Role;
 
     use super::*;
 
@@ -395,18 +410,6 @@ mod tests {
         assert!(sockopt::socket_keepalive(&socket).unwrap());
         assert_eq!(sockopt::tcp_keepidle(&socket).unwrap(), Duration::from_secs(60));
         assert_eq!(sockopt::tcp_keepintvl(&socket).unwrap(), Duration::from_secs(10));
-    }
-
-    #[test]
-    fn only_the_node_itself_admins_and_nodes_that_share_them_may_use_its_volumes() {
-        let judged = |role, name| judge(&Peer::new(ClusterId(1), role, name).unwrap(), "n1");
-        assert!(matches!(judged(Role::Admin, "ops"), Standing::Admitted));
-        assert!(matches!(judged(Role::Node, "n1"), Standing::Admitted));
-        assert!(matches!(judged(Role::Node, "n2"), Standing::Sharer(node) if node == "n2"));
-        for (role, name) in [(Role::Pool, "n1"), (Role::Controller, "n1")] {
-            let Standing::Forbidden(why) = judged(role, name) else { panic!("{role} {name}") };
-            assert!(why.contains(name) && why.contains("node n1"), "{why}");
-        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
 
+use quoin_encryption::DataKey;
 use quoin_identity::{Expected, Identity, Role};
 use quoin_nbd::protocol::{
     FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC, be32, be64,
@@ -28,6 +29,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsConnector;
 
 use crate::listen::{self, ListenError};
+use crate::standing::Holder;
 
 /// Most clients of one volume.
 const CLIENTS_MAX: usize = 16;
@@ -51,6 +53,10 @@ pub(crate) struct Destination {
     /// `HOST:PORT`.
     pub address: String,
     pub export: String,
+    /// Hashes of the keys by which that node is known.
+    pub key_hashes: Vec<String>,
+    /// The key of an encrypted volume, which that target asks proof of.
+    pub key: Option<DataKey>,
 }
 
 struct Relay {
@@ -239,7 +245,42 @@ async fn reach(
     let expected = Expected::Named(Role::Node, to.node.clone());
     let config = identity.client_config(expected).map_err(io::Error::other)?;
     let name = ServerName::try_from("quoin").expect("a valid name");
-    TlsConnector::from(config).connect(name, target).await
+    let mut target = TlsConnector::from(config).connect(name, target).await?;
+    let (_, connection) = target.get_ref();
+    let leaf = connection.peer_certificates().and_then(|chain| chain.first());
+    let holder = leaf.map(Holder::of).transpose().map_err(io::Error::other)?;
+    let Some(holder) = holder.filter(|holder| to.key_hashes.contains(&holder.key_hash)) else {
+        let why =
+            format!("node {} shows a certificate with a key that is not its own now", to.node);
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    };
+    tracing::debug!(node = holder.name, "reached");
+    if let Some(key) = &to.key {
+        let secret = quoin_nbd::connection_secret(connection).map_err(io::Error::other)?;
+        let proof = key.proof(&secret).map_err(io::Error::other)?;
+        prove(&mut target, &proof).await?;
+    }
+    Ok(target)
+}
+
+/// Shows the target that this host has the volume's key.
+async fn prove(
+    target: &mut (impl AsyncRead + AsyncWrite + Unpin),
+    proof: &[u8; 32],
+) -> io::Result<()> {
+    let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
+    bytes.extend(option::PROVE_KEY.to_be_bytes());
+    bytes.extend((proof.len() as u32).to_be_bytes());
+    bytes.extend(proof);
+    target.write_all(&bytes).await?;
+    target.flush().await?;
+    let mut answer = [0; 20];
+    target.read_exact(&mut answer).await?;
+    let is_ack = be64(&answer, 0) == OPTION_REPLY_MAGIC && be32(&answer, 12) == reply::ACK;
+    if !is_ack || be32(&answer, 16) != 0 {
+        return Err(invalid("the target takes no proof of the volume's key"));
+    }
+    Ok(())
 }
 
 /// Passes options on until the client's first request, with the volume's name where they name the

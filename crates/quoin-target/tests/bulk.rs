@@ -122,7 +122,6 @@ fn opened(pool: &RunningPool, nonce: u64) -> Link {
         guid: MEMBER.guid,
         membership: membership(&[MEMBER], 1),
         lease_ms: 1000,
-        knows_points: true,
     });
     assert!(matches!(link.next(), Some(FromReplica::OpenAck(_))));
     link

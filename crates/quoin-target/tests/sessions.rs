@@ -20,8 +20,8 @@ use quoin_types::ids::{Incarnation, SessionKey};
 use quoin_types::membership::{Member, Membership};
 use quoin_types::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
 use quoin_types::{
-    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, Term, TermId,
-    VolumeId,
+    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, SnapshotId,
+    Term, TermId, VolumeId,
 };
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
@@ -75,7 +75,6 @@ fn open_of(volume: VolumeId, member: Member, lease_ms: u32) -> ToReplica {
         guid: member.guid,
         membership: membership(&[member], 1),
         lease_ms,
-        knows_points: true,
     }
 }
 
@@ -188,7 +187,7 @@ fn good_grant(key: SessionKey) -> Grant {
 
 fn granted_in(term: Term, key: SessionKey) -> Grant {
     let SessionKey { epoch, incarnation, .. } = key;
-    Grant { volume: OURS, epoch, incarnation, node: "n1".into(), term }
+    Grant { volume: OURS, epoch, incarnation, node: "n1".into(), writes: true, term }
 }
 
 #[test]
@@ -349,6 +348,62 @@ fn a_grant_for_one_volume_opens_no_replica_of_another() {
     }
     let state = guarded.pool.state();
     assert!(state.replicas.iter().all(|r| r.state == "created"), "one was opened");
+}
+
+#[test]
+fn a_grant_that_reads_opens_a_replica_and_changes_nothing_in_it() {
+    let guarded = Guarded::new();
+    let next = |epoch: Epoch, position: Position, chain: Chain, kind| {
+        let at = Position { epoch, lsn: position.lsn.next() };
+        let (blocks, data) = match kind {
+            EntryKind::Write => (1, Bytes::from(vec![7; 4096])),
+            EntryKind::Trim | EntryKind::Zero { .. } => (1, Bytes::new()),
+            _ => (0, Bytes::new()),
+        };
+        Entry::after(chain, at, kind, 0, blocks, data, false)
+    };
+    let id = SnapshotId(3);
+    let kinds = [
+        (EntryKind::Write, false),
+        (EntryKind::Trim, false),
+        (EntryKind::Zero { no_hole: false }, false),
+        (EntryKind::Revert { id }, false),
+        (EntryKind::Snapshot { id, hidden: false }, true),
+    ];
+    let cases = kinds
+        .into_iter()
+        .flat_map(|(kind, reads)| [(kind.clone(), reads, false), (kind, true, true)]);
+    for (n, (kind, is_taken, writes)) in (1..).zip(cases) {
+        if writes && matches!(kind, EntryKind::Revert { .. }) {
+            // The replica has no such snapshot.
+            continue;
+        }
+        let key = key(1_000 + n, n);
+        let grant = Grant { writes, ..good_grant(key) };
+        let grant = guarded.controller.sign_grant(&grant).unwrap();
+        let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, grant.into());
+        let mut session = guarded.dial(&guarded.node, key, &hello).unwrap();
+        session.send(&open_of(OURS, IN_OURS, 500));
+        let Some(FromReplica::OpenAck(ack)) = session.next() else { panic!("{kind:?} {writes}") };
+        let (keep, tip) = (ack.position.lsn, ack.position.lsn);
+        session.send(&ToReplica::Truncate { keep, tip });
+        assert!(matches!(session.next(), Some(FromReplica::Truncated { .. })));
+        let entry = next(key.epoch, ack.position, ack.chain, kind.clone());
+        let (entries, lsn) = (vec![Arc::new(entry)], ack.position.lsn.next());
+        session.send(&ToReplica::Append { entries, stable: Lsn::ZERO, sync: true, ping: Ping(1) });
+        let taken = loop {
+            match session.next() {
+                Some(FromReplica::Applied { applied, .. }) if applied >= lsn => break true,
+                Some(FromReplica::Refuse { failure, .. }) => {
+                    assert_eq!(failure, Failure::Protocol);
+                    break false;
+                }
+                Some(_) => {}
+                None => break false,
+            }
+        };
+        assert_eq!(taken, is_taken, "{kind:?} by a grant that writes: {writes}");
+    }
 }
 
 /// A disk whose next writes take a second each.

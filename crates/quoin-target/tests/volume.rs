@@ -419,7 +419,7 @@ impl Cluster {
         let reach = Reach::Tls { identity: self.identity(Role::Node, node), mode };
         RunningTarget::start(&Control::default(), membership(known, 2), reach, move |i, epoch| {
             let (node, term) = (granted.clone(), Default::default());
-            let grant = Grant { volume: VOLUME, epoch, incarnation: i, node, term };
+            let grant = Grant { volume: VOLUME, epoch, incarnation: i, node, writes: true, term };
             controller.sign_grant(&grant).unwrap().into()
         })
     }

@@ -53,20 +53,21 @@ impl Origin {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Part {
     pub origin: Origin,
-    /// Number of the entry among those of the request.
-    pub index: u8,
+    /// The block behind the entry's: entries of a request follow each other in the order of blocks.
+    pub end: u64,
     pub is_last: bool,
 }
 
 impl Part {
-    pub const BYTES: usize = 34;
+    pub const BYTES: usize = 41;
 
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..16].copy_from_slice(&self.origin.client.0.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.origin.number.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.origin.low.to_le_bytes());
-        (bytes[32], bytes[33]) = (self.index, u8::from(self.is_last));
+        bytes[32..40].copy_from_slice(&self.end.to_le_bytes());
+        bytes[40] = u8::from(self.is_last);
         bytes
     }
 
@@ -79,8 +80,8 @@ impl Part {
         if !origin.is_sound() {
             return Err(Malformed("request of an entry"));
         }
-        let (index, is_last) = (r.u8("part of an entry")?, r.bool("part of an entry")?);
-        Ok(Part { origin, index, is_last })
+        let (end, is_last) = (r.u64("part of an entry")?, r.bool("part of an entry")?);
+        Ok(Part { origin, end, is_last })
     }
 }
 
@@ -89,8 +90,8 @@ impl Part {
 pub struct Executed {
     /// LSN of its last entry.
     pub lsn: Lsn,
-    /// Number of its entries.
-    pub parts: u8,
+    /// The block behind that entry's: a repeat goes on there if it is not whole.
+    pub end: u64,
     pub is_whole: bool,
 }
 
@@ -104,8 +105,8 @@ pub struct ClientRow {
 /// What a request is, by the table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Judged {
-    /// It has not taken effect, but for so many of its parts.
-    New { parts: u8 },
+    /// It has not taken effect, but below this block.
+    New { from: u64 },
     /// It took effect; its last entry has this LSN.
     Executed(Lsn),
     /// Its client has no row: it never began, or has ended.
@@ -153,7 +154,7 @@ impl ClientTable {
             }
             _ => {}
         }
-        let Some(Part { origin, index, is_last }) = part else { return };
+        let Some(Part { origin, end, is_last }) = part else { return };
         let Some(row) = self.rows.get_mut(&origin.client) else { return };
         if origin.low > row.low {
             row.low = origin.low;
@@ -162,8 +163,7 @@ impl ClientTable {
         if origin.number < row.low || origin.number - row.low >= CLIENT_WINDOW {
             return;
         }
-        let parts = index.saturating_add(1);
-        row.executed.insert(origin.number, Executed { lsn, parts, is_whole: *is_last });
+        row.executed.insert(origin.number, Executed { lsn, end: *end, is_whole: *is_last });
     }
 
     pub fn judge(&self, origin: &Origin) -> Judged {
@@ -174,8 +174,8 @@ impl ClientTable {
         }
         match row.executed.get(&origin.number) {
             Some(executed) if executed.is_whole => Judged::Executed(executed.lsn),
-            Some(executed) => Judged::New { parts: executed.parts },
-            None => Judged::New { parts: 0 },
+            Some(executed) => Judged::New { from: executed.end },
+            None => Judged::New { from: 0 },
         }
     }
 
@@ -187,7 +187,7 @@ impl ClientTable {
     /// | 16 | of each: id |
     /// | 8 | lowest number without an answer |
     /// | 4 | requests that took effect |
-    /// | 18 | of each: number (8), LSN (8), entries (1), 1 if it is whole (1) |
+    /// | 25 | of each: number (8), LSN (8), block behind it (8), 1 if it is whole (1) |
     pub fn encode(&self, out: &mut BytesMut) {
         out.put_count(self.rows.len());
         for (client, row) in &self.rows {
@@ -197,7 +197,7 @@ impl ClientTable {
             for (number, executed) in &row.executed {
                 out.put_u64_le(*number);
                 out.put_u64_le(executed.lsn.0);
-                out.put_u8(executed.parts);
+                out.put_u64_le(executed.end);
                 out.put_flag(executed.is_whole);
             }
         }
@@ -213,10 +213,10 @@ impl ClientTable {
         for _ in 0..count {
             let client = ClientId(r.u128(WHAT)?);
             let mut row = ClientRow { low: r.u64(WHAT)?, executed: BTreeMap::new() };
-            for _ in 0..r.count(18, WHAT)? {
+            for _ in 0..r.count(25, WHAT)? {
                 let number = r.u64(WHAT)?;
                 let lsn = Lsn(r.u64(WHAT)?);
-                let executed = Executed { lsn, parts: r.u8(WHAT)?, is_whole: r.bool(WHAT)? };
+                let executed = Executed { lsn, end: r.u64(WHAT)?, is_whole: r.bool(WHAT)? };
                 let is_in_window = number
                     .checked_sub(row.low)
                     .is_some_and(|above| above < CLIENT_WINDOW && number <= NUMBER_MAX);
@@ -243,8 +243,8 @@ mod tests {
 
     const CLIENT: ClientId = ClientId(7);
 
-    fn part(number: u64, low: u64, index: u8, is_last: bool) -> Part {
-        Part { origin: Origin { client: CLIENT, number, low }, index, is_last }
+    fn part(number: u64, low: u64, end: u64, is_last: bool) -> Part {
+        Part { origin: Origin { client: CLIENT, number, low }, end, is_last }
     }
 
     fn table() -> ClientTable {
@@ -260,15 +260,15 @@ mod tests {
     #[test]
     fn a_request_took_effect_once_its_last_part_did_and_is_known_until_its_answer_arrived() {
         let mut table = table();
-        assert_eq!(judged(&table, 3, 0), Judged::New { parts: 0 });
-        table.apply(Lsn(2), &EntryKind::Write, Some(&part(3, 0, 0, false)));
-        assert_eq!(judged(&table, 3, 0), Judged::New { parts: 1 });
-        table.apply(Lsn(3), &EntryKind::Write, Some(&part(3, 0, 1, true)));
+        assert_eq!(judged(&table, 3, 0), Judged::New { from: 0 });
+        table.apply(Lsn(2), &EntryKind::Write, Some(&part(3, 0, 8, false)));
+        assert_eq!(judged(&table, 3, 0), Judged::New { from: 8 });
+        table.apply(Lsn(3), &EntryKind::Write, Some(&part(3, 0, 9, true)));
         assert_eq!(judged(&table, 3, 0), Judged::Executed(Lsn(3)));
-        table.apply(Lsn(4), &EntryKind::Trim, Some(&part(4, 4, 0, true)));
+        table.apply(Lsn(4), &EntryKind::Trim, Some(&part(4, 4, 1, true)));
         assert_eq!(judged(&table, 3, 0), Judged::OutOfWindow, "its answer had arrived");
         assert_eq!(judged(&table, 4, 4), Judged::Executed(Lsn(4)));
-        assert_eq!(judged(&table, 3 + CLIENT_WINDOW, 4), Judged::New { parts: 0 });
+        assert_eq!(judged(&table, 3 + CLIENT_WINDOW, 4), Judged::New { from: 0 });
         assert_eq!(judged(&table, 4 + CLIENT_WINDOW, 4), Judged::OutOfWindow);
         table.apply(Lsn(5), &EntryKind::EndClient { client: CLIENT }, None);
         assert_eq!(judged(&table, 4, 4), Judged::NoClient);
@@ -283,7 +283,7 @@ mod tests {
         }
         assert_eq!(table.clients().count(), CLIENTS_MAX);
         for number in 0..3 * CLIENT_WINDOW {
-            table.apply(Lsn(2), &EntryKind::Write, Some(&part(number, 0, 0, true)));
+            table.apply(Lsn(2), &EntryKind::Write, Some(&part(number, 0, 1, true)));
         }
         let row = table.row(CLIENT).unwrap();
         assert_eq!(row.executed.len() as u64, CLIENT_WINDOW);
@@ -306,7 +306,7 @@ mod tests {
                 for number in *numbers {
                     out.put_u64_le(*number);
                     out.put_u64_le(9);
-                    out.put_u8(1);
+                    out.put_u64_le(1);
                     out.put_u8(1);
                 }
             }

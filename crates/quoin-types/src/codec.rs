@@ -23,11 +23,6 @@ impl Reader {
         self.bytes.len()
     }
 
-    /// The next byte, which is not taken.
-    pub fn peek(&self) -> Option<u8> {
-        self.bytes.first().copied()
-    }
-
     /// Takes `n` bytes without copying.
     pub fn take(&mut self, n: usize, what: &'static str) -> Result<Bytes, Malformed> {
         if n > self.bytes.len() {

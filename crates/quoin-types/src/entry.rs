@@ -152,6 +152,22 @@ impl EntryKind {
         Ok(kind)
     }
 
+    /// Returns true for kinds that change what a volume's users read.
+    pub fn changes_content(&self) -> bool {
+        match self {
+            EntryKind::Write
+            | EntryKind::Trim
+            | EntryKind::Zero { .. }
+            | EntryKind::Revert { .. } => true,
+            EntryKind::Snapshot { .. }
+            | EntryKind::DeleteSnapshot { .. }
+            | EntryKind::Resize { .. }
+            | EntryKind::View(_)
+            | EntryKind::BeginClient { .. }
+            | EntryKind::EndClient { .. } => false,
+        }
+    }
+
     /// Returns true for kinds that a replica makes durable before it answers Applied (R2): Views,
     /// Reverts and Resizes. A snapshot is answered at stable, so its entry waits for no sync.
     pub fn is_durable_first(&self) -> bool {
@@ -383,7 +399,8 @@ impl Entry {
         if self.data.len() != data_blocks * BLOCK_SIZE || self.crcs.len() != data_blocks {
             return Err(Malformed("entry data"));
         }
-        if self.part.is_some() && range_max == 0 {
+        let end = self.lba + u64::from(self.blocks);
+        if self.part.is_some_and(|part| range_max == 0 || part.end != end) {
             return Err(Malformed("entry of a client's request"));
         }
         Ok(())

@@ -201,9 +201,6 @@ pub enum ToReplica {
         /// Membership that the epoch was granted with; the replica keeps a durable copy.
         membership: Membership,
         lease_ms: u32,
-        /// The target knows the fields that concern snapshots: those of [`OpenAck::heads`] and
-        /// later, and snapshots in [`BadCopy`]. Set only for a replica that knows them too.
-        knows_points: bool,
     },
     /// Removes every entry after `keep`. Never executed below stable. Always the first message
     /// after the `OpenAck` of a replica that is going to be fed, also where nothing is removed.
@@ -245,38 +242,37 @@ pub enum ToReplica {
         from: Lsn,
         cursor: u64,
         bytes_max: u32,
-        /// False: data slots come without bytes. Only a replica with the feature is asked so.
+        /// False: data slots come without bytes.
         want_data: bool,
     },
     /// First message of a bulk connection. From now on, requests of rebuilds for this session come
-    /// by it, and no longer by one with a lower number. Sent only to a replica whose session's
-    /// connection has the feature.
+    /// by it, and no longer by one with a lower number.
     OpenBulk { number: u64 },
-    /// Starts (or, with the same `rebuild` id, resumes) a shadow whose start is `from`. By a bulk
-    /// connection it also states that everything up to `from` is stable, and is answered.
+    /// Starts (or, with the same `rebuild` id, resumes) a shadow whose start is `from`. It also states
+    /// that everything up to `from` is stable. Messages of increments come by the bulk connection
+    /// alone.
     IncrementBegin { rebuild: u64, from: Lsn },
     IncrementFeed {
         rebuild: u64,
         slots: Vec<Slot>,
         /// Completeness of the shadow within the view being fed: the next LBA.
         cursor: u64,
-        /// Completeness required before this message; by a bulk connection only.
-        after: Option<u64>,
+        /// Completeness required before this message.
+        after: u64,
     },
     /// Ends a snapshot: all data fed since the last cut is the whole of this snapshot.
     IncrementCut {
         rebuild: u64,
         snapshot: SnapshotInfo,
-        /// The history's head there; sent to a replica with the feature.
-        head: Option<Box<CutHead>>,
+        /// The history's head there.
+        head: Box<CutHead>,
     },
     /// Verifies, syncs, and flips atomically to this state.
     IncrementCommit {
         rebuild: u64,
         to: Box<IncrementEnd>,
-        /// Sum of all data fed since the shadow was last begun or resumed; by a bulk connection
-        /// only.
-        fed: Option<FedSum>,
+        /// Sum of all data fed since the shadow was last begun or resumed.
+        fed: FedSum,
     },
     /// Replaces the bad copy of a block, only if the replica holds the same version.
     Repair {
@@ -292,8 +288,7 @@ pub enum ToReplica {
     /// intact there, ignores it.
     Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot>, snapshot: Option<SnapshotId> },
     /// Compares blocks of a view with their checksums on media and reports the result for a prefix of
-    /// the range, about `bytes_max` of data. Sent only to a replica whose connection has the
-    /// feature.
+    /// the range, about `bytes_max` of data.
     Verify {
         id: RequestId,
         lba: u64,
@@ -379,7 +374,7 @@ impl OpenAck {
         if self.volume_blocks > VOLUME_BLOCKS_MAX {
             return Err("an impossible volume size");
         }
-        if !self.heads.is_empty() && self.heads.len() != self.snapshots.len() {
+        if self.heads.len() != self.snapshots.len() {
             return Err("heads of other snapshots");
         }
         if self.snapshots.len() > SNAPSHOTS_MAX || self.epoch_table.len() > EPOCH_TABLE_MAX {
@@ -419,13 +414,14 @@ pub struct OpenAck {
     pub quorum: bool,
     pub damaged: bool,
     pub volume_blocks: u64,
+    pub room: RoomGrant,
     pub snapshots: Vec<SnapshotInfo>,
     /// A shadow left by an interrupted rebuild: its id, its start, and the next LBA.
     pub shadow: Option<(u64, Lsn, u64)>,
     /// LSN of the last snapshot that the shadow is complete for; its start if there is none. The
-    /// next LBA counts within the view after it. Reported, like `heads`, to a target that knows it.
+    /// next LBA counts within the view after it.
     pub shadow_cut: Option<Lsn>,
-    /// Heads of the snapshots, in their order; or none at all.
+    /// Heads of the snapshots, in their order.
     pub heads: Vec<SnapshotHead>,
     /// Clients of the volume at `position`.
     pub clients: ClientTable,
@@ -450,6 +446,30 @@ pub enum Failure {
     Protocol,
     #[error("the pool is shutting down")]
     Stopping,
+}
+
+/// Entries of a client that a pool has room for, each including those before it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Takes {
+    /// None. What frees space, opens and heals has room all the same.
+    Nothing,
+    /// Trims and zeroes.
+    Holes,
+    Writes,
+}
+
+/// Room that a pool grants to one replica: entries of clients may be sequenced while those that the
+/// replica has not applied stay within `share_blocks`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RoomGrant {
+    pub takes: Takes,
+    /// Blocks of data, and one for each entry.
+    pub share_blocks: u32,
+}
+
+impl RoomGrant {
+    /// All that there can be.
+    pub const UNBOUNDED: RoomGrant = RoomGrant { takes: Takes::Writes, share_blocks: u32::MAX };
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -505,13 +525,13 @@ pub enum FromReplica {
         rebuild: u64,
         cursor: u64,
     },
-    /// Answer to [`ToReplica::IncrementBegin`] on a bulk connection: how far the shadow is complete
-    /// within the view that is being fed.
+    /// Answer to [`ToReplica::IncrementBegin`]: how far the shadow is complete within the view that is
+    /// being fed.
     IncrementBegun {
         rebuild: u64,
         cursor: u64,
         /// As [`OpenAck::shadow_cut`].
-        cut: Option<Lsn>,
+        cut: Lsn,
     },
     /// Always sent by the session's own connection: what follows the flip uses that one.
     IncrementDone {
@@ -534,11 +554,8 @@ pub enum FromReplica {
     NoRoom {
         applied: Lsn,
     },
-    /// State of the pool's free space: short if it can take little more. Sent when the session
-    /// begins, if it is short, and at each change.
-    Room {
-        short: bool,
-    },
+    /// What the pool has room for, at each change since the OpenAck.
+    Room(RoomGrant),
     /// The replica found its own copy bad and requests another member's.
     BadCopy(BadCopy),
     Closed,

@@ -88,6 +88,12 @@ impl Term {
         Epoch(self.number << OPENING_BITS)
     }
 
+    /// Version of what a record says by its generation. A restored record, whose generations may count
+    /// from lower again, is never older than one of a term before.
+    pub fn version_of(self, generation: u64) -> u64 {
+        self.floor().0.saturating_add(generation)
+    }
+
     /// Returns the epoch that follows `after` in this term. `None` if `after` is of a later term,
     /// or is the last of this one.
     pub fn next_epoch(self, after: Epoch) -> Option<Epoch> {

@@ -17,12 +17,12 @@ use quoin_types::ids::{
 use quoin_types::membership::Membership;
 use quoin_types::message::{
     BadCopy, Content, CutHead, EPOCH_TABLE_MAX, EpochEnd, Failure, FedSum, FromReplica,
-    IncrementEnd, OpenAck, Ping, ReadView, SNAPSHOTS_MAX, Slot, SnapshotHead, SnapshotInfo,
-    ToReplica, VERIFY_BLOCKS_MAX,
+    IncrementEnd, OpenAck, Ping, ReadView, RoomGrant, SNAPSHOTS_MAX, Slot, SnapshotHead,
+    SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
-use crate::frame::{FAILURES, HEADER_LEN, Header, WireError, kind};
+use crate::frame::{FAILURES, HEADER_LEN, Header, TAKES, WireError, kind};
 use crate::hello::{Hello, Welcome};
 
 #[derive(Clone, PartialEq, Debug)]
@@ -88,7 +88,6 @@ impl Body {
                 guid: ReplicaGuid(self.head.u128("open")?),
                 membership: Membership::decode(&mut self.head)?,
                 lease_ms: self.head.u32("open")?,
-                knows_points: self.has_more() && self.head.bool("open")?,
             },
             kind::TRUNCATE => ToReplica::Truncate { keep: self.lsn()?, tip: self.lsn()? },
             kind::APPEND => ToReplica::Append {
@@ -128,7 +127,7 @@ impl Body {
                 from: self.lsn()?,
                 cursor: self.lba()?,
                 bytes_max: self.head.u32("pull")?,
-                want_data: !self.has_more() || self.head.bool("pull")?,
+                want_data: self.head.bool("pull")?,
             },
             kind::INCREMENT_BEGIN => ToReplica::IncrementBegin {
                 rebuild: self.head.u64("increment")?,
@@ -137,33 +136,33 @@ impl Body {
             kind::INCREMENT_FEED => ToReplica::IncrementFeed {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
+                after: self.cursor()?,
                 slots: self.slots()?,
-                after: self.has_more().then(|| self.cursor()).transpose()?,
             },
             kind::OPEN_BULK => ToReplica::OpenBulk { number: self.head.u64("bulk number")? },
             kind::INCREMENT_CUT => ToReplica::IncrementCut {
                 rebuild: self.head.u64("increment")?,
                 snapshot: self.snapshot()?,
-                head: self.has_more().then(|| self.cut_head()).transpose()?.map(Box::new),
+                head: Box::new(self.cut_head()?),
             },
             kind::INCREMENT_COMMIT => ToReplica::IncrementCommit {
                 rebuild: self.head.u64("increment")?,
                 to: Box::new(self.increment_end()?),
-                fed: self.has_more().then(|| self.fed_sum()).transpose()?,
+                fed: self.fed_sum()?,
             },
             kind::REPAIR => {
                 let (lba, version) = (self.lba()?, self.lsn()?);
                 let crc = self.head.u32("repair")?;
                 let data = self.block()?;
-                let snapshot = self.snapshot_at_end()?;
+                let snapshot = self.optional_snapshot()?;
                 ToReplica::Repair { lba, version, crc, data, snapshot }
             }
             kind::MEND => ToReplica::Mend {
                 lba: self.lba()?,
                 blocks: self.head.u32("mend")?,
                 at: self.lsn()?,
+                snapshot: self.optional_snapshot()?,
                 slots: self.slots()?,
-                snapshot: self.snapshot_at_end()?,
             },
             kind::VERIFY => {
                 let (id, lba) = (self.head.u64("verify")?, self.lba()?);
@@ -179,7 +178,7 @@ impl Body {
                     after: self.lsn()?,
                     repair: self.head.bool("verify")?,
                     ping: self.ping()?,
-                    snapshot: self.snapshot_at_end()?,
+                    snapshot: self.optional_snapshot()?,
                 }
             }
             kind::CLOSE => ToReplica::Close,
@@ -190,7 +189,7 @@ impl Body {
     fn message_from_replica(&mut self, kind: u8) -> Result<FromReplica, WireError> {
         Ok(match kind {
             kind::OPEN_ACK => {
-                let mut ack = OpenAck {
+                let ack = OpenAck {
                     position: self.position()?,
                     chain: Chain(self.head.u64("chain")?),
                     epoch_table: self.epoch_table()?,
@@ -203,21 +202,20 @@ impl Body {
                     quorum: self.head.bool("quorum flag")?,
                     damaged: self.head.bool("damaged flag")?,
                     volume_blocks: self.head.u64("volume size")?,
+                    room: self.room()?,
                     snapshots: self.snapshots()?,
                     shadow: if self.head.bool("shadow flag")? {
                         Some((self.head.u64("shadow")?, self.lsn()?, self.cursor()?))
                     } else {
                         None
                     },
+                    shadow_cut: {
+                        let has_cut = self.head.bool("shadow cut")?;
+                        Some(self.lsn()?).filter(|_| has_cut)
+                    },
+                    heads: self.heads()?,
                     clients: ClientTable::decode(&mut self.head)?,
-                    shadow_cut: None,
-                    heads: Vec::new(),
                 };
-                if self.has_more() {
-                    let has_cut = self.head.bool("shadow cut")?;
-                    ack.shadow_cut = Some(self.lsn()?).filter(|_| has_cut);
-                    ack.heads = self.heads()?;
-                }
                 FromReplica::OpenAck(Box::new(ack))
             }
             kind::REFUSE => FromReplica::Refuse {
@@ -275,7 +273,7 @@ impl Body {
             kind::INCREMENT_BEGUN => FromReplica::IncrementBegun {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
-                cut: self.has_more().then(|| self.lsn()).transpose()?,
+                cut: self.lsn()?,
             },
             kind::INCREMENT_DONE => FromReplica::IncrementDone {
                 rebuild: self.head.u64("increment")?,
@@ -292,22 +290,17 @@ impl Body {
                 done: self.head.bool("done flag")?,
             },
             kind::NO_ROOM => FromReplica::NoRoom { applied: self.lsn()? },
-            kind::ROOM => FromReplica::Room { short: self.head.bool("room flag")? },
+            kind::ROOM => FromReplica::Room(self.room()?),
             kind::BAD_COPY => FromReplica::BadCopy(BadCopy {
                 lba: self.lba()?,
                 blocks: self.head.u32("bad copy")?,
                 version: self.lsn()?,
-                snapshot: self.snapshot_at_end()?,
+                snapshot: self.optional_snapshot()?,
             }),
             kind::CLOSED => FromReplica::Closed,
             kind::FAILED => FromReplica::Failed(self.failure()?),
             _ => return Err(WireError::Kind(kind)),
         })
-    }
-
-    /// Returns true if the head has bytes beyond the fields of the first version.
-    fn has_more(&self) -> bool {
-        self.head.remaining() > 0
     }
 
     fn fed_sum(&mut self) -> Result<FedSum, Malformed> {
@@ -337,6 +330,13 @@ impl Body {
 
     fn position(&mut self) -> Result<Position, Malformed> {
         Ok(Position { epoch: Epoch(self.head.u64("position")?), lsn: self.lsn()? })
+    }
+
+    fn room(&mut self) -> Result<RoomGrant, Malformed> {
+        let code = self.head.u8("room")?;
+        let takes = TAKES.iter().find(|(c, _)| *c == code).map(|(_, takes)| *takes);
+        let share_blocks = self.head.u32("room")?;
+        Ok(RoomGrant { takes: takes.ok_or(Malformed("room"))?, share_blocks })
     }
 
     fn failure(&mut self) -> Result<Failure, Malformed> {
@@ -389,8 +389,9 @@ impl Body {
         (0..n).map(|_| self.snapshot()).collect()
     }
 
-    fn snapshot_at_end(&mut self) -> Result<Option<SnapshotId>, Malformed> {
-        self.has_more().then(|| self.head.u128("snapshot").map(SnapshotId)).transpose()
+    fn optional_snapshot(&mut self) -> Result<Option<SnapshotId>, Malformed> {
+        let is_there = self.head.bool("snapshot flag")?;
+        is_there.then(|| self.head.u128("snapshot").map(SnapshotId)).transpose()
     }
 
     fn snapshot_head(&mut self) -> Result<SnapshotHead, Malformed> {

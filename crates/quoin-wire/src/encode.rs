@@ -11,7 +11,8 @@ use quoin_types::message::{
 use quoin_types::{SnapshotId, crc32c};
 
 use crate::frame::{
-    APPEND_DATA_SPLIT, APPEND_ENTRIES_SPLIT, FAILURES, HEADER_LEN, Header, Limits, WireError, kind,
+    APPEND_DATA_SPLIT, APPEND_ENTRIES_SPLIT, FAILURES, HEADER_LEN, Header, Limits, TAKES,
+    WireError, kind,
 };
 use crate::hello::{Hello, Welcome};
 
@@ -146,8 +147,8 @@ fn head(out: &mut BytesMut, head: &SnapshotHead) {
     out.put_u64_le(head.chain.0);
 }
 
-/// Ends a frame with a snapshot where there is one: older versions end it before.
-fn snapshot_at_end(out: &mut BytesMut, snapshot: Option<SnapshotId>) {
+fn optional_snapshot(out: &mut BytesMut, snapshot: Option<SnapshotId>) {
+    out.put_flag(snapshot.is_some());
     if let Some(id) = snapshot {
         out.put_u128_le(id.0);
     }
@@ -212,16 +213,12 @@ pub fn to_replica(
     let out = &mut frame.head;
     let kind = match message {
         ToReplica::Append { .. } => unreachable!("handled above"),
-        ToReplica::Open { volume, replica, guid, membership, lease_ms, knows_points } => {
+        ToReplica::Open { volume, replica, guid, membership, lease_ms } => {
             out.put_u128_le(volume.0);
             out.put_u128_le(replica.0);
             out.put_u128_le(guid.0);
             membership.encode(out);
             out.put_u32_le(*lease_ms);
-            // Versions without the feature end the frame here.
-            if *knows_points {
-                out.put_flag(true);
-            }
             kind::OPEN
         }
         ToReplica::Truncate { keep, tip } => {
@@ -261,9 +258,7 @@ pub fn to_replica(
             out.put_u64_le(from.0);
             out.put_u64_le(*cursor);
             out.put_u32_le(*bytes_max);
-            if !want_data {
-                out.put_flag(false);
-            }
+            out.put_flag(*want_data);
             kind::PULL
         }
         ToReplica::IncrementBegin { rebuild, from } => {
@@ -278,37 +273,29 @@ pub fn to_replica(
         ToReplica::IncrementFeed { rebuild, slots, cursor, after } => {
             out.put_u64_le(*rebuild);
             out.put_u64_le(*cursor);
+            out.put_u64_le(*after);
             frame.slots(slots);
-            // Versions without bulk connections end the frame here.
-            if let Some(after) = after {
-                frame.head.put_u64_le(*after);
-            }
             kind::INCREMENT_FEED
         }
         ToReplica::IncrementCut { rebuild, snapshot: info, head: at } => {
             out.put_u64_le(*rebuild);
             snapshot(out, info);
-            if let Some(at) = at {
-                head(out, &at.head);
-                last_view(out, &at.last_view);
-            }
+            head(out, &at.head);
+            last_view(out, &at.last_view);
             kind::INCREMENT_CUT
         }
         ToReplica::IncrementCommit { rebuild, to, fed } => {
             out.put_u64_le(*rebuild);
             increment_end(out, to);
-            // Versions without bulk connections end the frame here too.
-            if let Some(fed) = fed {
-                out.put_u64_le(fed.slots);
-                out.put_u32_le(fed.checksum);
-            }
+            out.put_u64_le(fed.slots);
+            out.put_u32_le(fed.checksum);
             kind::INCREMENT_COMMIT
         }
         ToReplica::Repair { lba, version, crc, data, snapshot } => {
             out.put_u64_le(*lba);
             out.put_u64_le(version.0);
             out.put_u32_le(*crc);
-            snapshot_at_end(out, *snapshot);
+            optional_snapshot(out, *snapshot);
             frame.data.push(data.clone());
             kind::REPAIR
         }
@@ -316,8 +303,8 @@ pub fn to_replica(
             out.put_u64_le(*lba);
             out.put_u32_le(*blocks);
             out.put_u64_le(at.0);
+            optional_snapshot(out, *snapshot);
             frame.slots(slots);
-            snapshot_at_end(&mut frame.head, *snapshot);
             kind::MEND
         }
         ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping, snapshot } => {
@@ -328,7 +315,7 @@ pub fn to_replica(
             out.put_u64_le(after.0);
             out.put_flag(*repair);
             out.put_u64_le(ping.0);
-            snapshot_at_end(out, *snapshot);
+            optional_snapshot(out, *snapshot);
             kind::VERIFY
         }
         ToReplica::Close => kind::CLOSE,
@@ -361,6 +348,7 @@ pub fn from_replica(
             out.put_flag(ack.quorum);
             out.put_flag(ack.damaged);
             out.put_u64_le(ack.volume_blocks);
+            room(out, ack.room);
             snapshots(out, &ack.snapshots);
             out.put_flag(ack.shadow.is_some());
             if let Some((rebuild, from, cursor)) = ack.shadow {
@@ -368,14 +356,11 @@ pub fn from_replica(
                 out.put_u64_le(from.0);
                 out.put_u64_le(cursor);
             }
+            out.put_flag(ack.shadow_cut.is_some());
+            out.put_u64_le(ack.shadow_cut.unwrap_or_default().0);
+            out.put_count(ack.heads.len());
+            ack.heads.iter().for_each(|at| head(out, at));
             ack.clients.encode(out);
-            // Versions without the feature end the frame here.
-            if ack.shadow_cut.is_some() || !ack.heads.is_empty() {
-                out.put_flag(ack.shadow_cut.is_some());
-                out.put_u64_le(ack.shadow_cut.unwrap_or_default().0);
-                out.put_count(ack.heads.len());
-                ack.heads.iter().for_each(|at| head(out, at));
-            }
             kind::OPEN_ACK
         }
         FromReplica::Refuse { promised, failure: why } => {
@@ -435,9 +420,7 @@ pub fn from_replica(
         FromReplica::IncrementBegun { rebuild, cursor, cut } => {
             out.put_u64_le(*rebuild);
             out.put_u64_le(*cursor);
-            if let Some(cut) = cut {
-                out.put_u64_le(cut.0);
-            }
+            out.put_u64_le(cut.0);
             kind::INCREMENT_BEGUN
         }
         FromReplica::IncrementDone { rebuild, position } => {
@@ -462,15 +445,15 @@ pub fn from_replica(
             out.put_u64_le(applied.0);
             kind::NO_ROOM
         }
-        FromReplica::Room { short } => {
-            out.put_flag(*short);
+        FromReplica::Room(granted) => {
+            room(out, *granted);
             kind::ROOM
         }
         FromReplica::BadCopy(copy) => {
             out.put_u64_le(copy.lba);
             out.put_u32_le(copy.blocks);
             out.put_u64_le(copy.version.0);
-            snapshot_at_end(out, copy.snapshot);
+            optional_snapshot(out, copy.snapshot);
             kind::BAD_COPY
         }
         FromReplica::Closed => kind::CLOSED,
@@ -480,6 +463,12 @@ pub fn from_replica(
         }
     };
     frame.finish(session, kind)
+}
+
+fn room(out: &mut BytesMut, room: quoin_types::message::RoomGrant) {
+    let takes = TAKES.iter().find(|(_, takes)| *takes == room.takes);
+    out.put_u8(takes.map_or(0, |(code, _)| *code));
+    out.put_u32_le(room.share_blocks);
 }
 
 fn failure_code(failure: quoin_types::message::Failure) -> u8 {

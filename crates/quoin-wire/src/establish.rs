@@ -23,7 +23,7 @@ use crate::handshake::{
     ClientSecurity, Established, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
     connect_same_host,
 };
-use crate::hello::{FEATURE_TERM, Hello, SupportedProtocol, Welcome};
+use crate::hello::{Hello, SupportedProtocol, Welcome};
 use crate::same_host::{self, PeerAddress, Stream};
 
 #[derive(Debug, thiserror::Error)]
@@ -152,7 +152,7 @@ pub fn answer(
         }
         Err(rejection) => {
             let term = rejection.term.clone();
-            if !term.is_empty() && welcome.features & FEATURE_TERM != 0 {
+            if !term.is_empty() {
                 connection.send_welcome(session, &Welcome { term, ..welcome })?;
             }
             let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Protocol };

@@ -19,7 +19,7 @@
 //! encrypted, so lengths are known (and refused) before the rest is waited for.
 
 use quoin_types::ids::{Epoch, Incarnation, SessionKey};
-use quoin_types::message::Failure;
+use quoin_types::message::{Failure, Takes};
 use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, crc32c};
 
 pub const HEADER_LEN: usize = 64;
@@ -216,6 +216,9 @@ pub(crate) const FAILURES: [(u8, Failure); 8] = [
     (7, Failure::Protocol),
     (8, Failure::Stopping),
 ];
+
+pub(crate) const TAKES: [(u8, Takes); 3] =
+    [(0, Takes::Nothing), (1, Takes::Holes), (2, Takes::Writes)];
 
 #[cfg(test)]
 mod tests {

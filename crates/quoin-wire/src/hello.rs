@@ -16,17 +16,8 @@ use quoin_types::ids::{ReplicaGuid, ReplicaId, VolumeId};
 /// Oldest and newest version of the messages in this build.
 pub const PROTOCOL_MIN: u16 = 1;
 pub const PROTOCOL_MAX: u16 = 1;
-/// The replica can be verified ([`quoin_types::message::ToReplica::Verify`]).
-pub const FEATURE_VERIFY: u64 = 1;
-/// The pool accepts bulk connections, and the target uses them: they carry rebuild data, with sums.
-pub const FEATURE_BULK: u64 = 2;
-/// A refused target gets the proof of the term that is newer than its grant's.
-pub const FEATURE_TERM: u64 = 4;
-/// Both sides know the fields that concern snapshots (their heads, the views of damage and repair,
-/// pulls without data), and a Revert as a versioned write.
-pub const FEATURE_POINTS: u64 = 8;
-/// Feature bits that this build knows.
-pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK | FEATURE_TERM | FEATURE_POINTS;
+/// Feature bits that this build knows. There are none: all that it has belongs to version 1.
+pub const FEATURES_KNOWN: u64 = 0;
 /// Limit of a grant: a signed statement of a few ids, with the certificates of its signer.
 pub const GRANT_BYTES_MAX: usize = 16 << 10;
 
@@ -72,7 +63,7 @@ pub struct Welcome {
     pub protocol: u16,
     pub features: u64,
     /// Proof of a term that is newer than that of the Hello's grant, which refuses the session.
-    /// Empty: there is no such refusal. Sent only if the target offered [`FEATURE_TERM`].
+    /// Empty: there is no such refusal.
     pub term: Bytes,
 }
 
@@ -173,15 +164,12 @@ impl Welcome {
     pub(crate) fn encode(&self, out: &mut BytesMut) {
         out.put_u16_le(self.protocol);
         out.put_u64_le(self.features);
-        if self.features & FEATURE_TERM != 0 {
-            out.put_blob(&self.term);
-        }
+        out.put_blob(&self.term);
     }
 
     pub(crate) fn decode(r: &mut Reader) -> Result<Self, Malformed> {
         let (protocol, features) = (r.u16("welcome")?, r.u64("welcome")?);
-        let shows_a_term = features & FEATURE_TERM != 0;
-        let term = if shows_a_term { r.bytes("term")? } else { Bytes::new() };
+        let term = r.bytes("term")?;
         if term.len() > GRANT_BYTES_MAX {
             return Err(Malformed("term"));
         }

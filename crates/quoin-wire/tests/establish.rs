@@ -11,7 +11,6 @@ use quoin_types::message::{Failure, FromReplica, ToReplica};
 use quoin_types::{Epoch, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_wire::establish::{EstablishError, Rejection, answer, dial};
 use quoin_wire::handshake::{ClientSecurity, HandshakeError, ServerSecurity};
-use quoin_wire::hello::{FEATURE_BULK, FEATURE_TERM};
 use quoin_wire::same_host::{PeerAddress, Stream};
 use quoin_wire::{Connection, Hello, Opener, Sealer, Welcome, WireError};
 
@@ -190,30 +189,21 @@ fn a_target_stops_waiting_for_a_pool_that_accepts_and_sends_nothing() {
 }
 
 #[test]
-fn a_target_with_a_grant_of_a_former_term_gets_the_newer_term_if_it_supports_terms() {
-    for knows in [false, true] {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let features_optional = if knows { FEATURE_TERM } else { FEATURE_BULK };
-        let hello = Hello { features_optional, ..hello() };
-        let refusal = std::thread::scope(|scope| {
-            let pool = scope.spawn(|| {
-                let (tcp, from) = listener.accept().unwrap();
-                let newer =
-                    Rejection { reason: "former".into(), term: Bytes::from_static(b"newer") };
-                let verify_peer = |_: &[_], _: &SessionKey, _: &Hello| Err(newer);
-                let (stream, from) = (Stream::Tcp(tcp), PeerAddress::Network(from));
-                answer(stream, from, &ServerSecurity::PlainLoopback, verify_peer).err().unwrap()
-            });
-            let plain = ClientSecurity::PlainLoopback;
-            let refusal = dial("pool", address, &plain, session(), &hello).err().unwrap();
-            assert!(matches!(pool.join().unwrap(), EstablishError::Rejected(_)));
-            refusal
+fn a_target_with_a_grant_of_a_former_term_gets_the_newer_term() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let refusal = std::thread::scope(|scope| {
+        let pool = scope.spawn(|| {
+            let (tcp, from) = listener.accept().unwrap();
+            let newer = Rejection { reason: "former".into(), term: Bytes::from_static(b"newer") };
+            let verify_peer = |_: &[_], _: &SessionKey, _: &Hello| Err(newer);
+            let (stream, from) = (Stream::Tcp(tcp), PeerAddress::Network(from));
+            answer(stream, from, &ServerSecurity::PlainLoopback, verify_peer).err().unwrap()
         });
-        match refusal {
-            EstablishError::FormerTerm(term) => assert!(knows && &term[..] == b"newer"),
-            EstablishError::Refused(Failure::Protocol) => assert!(!knows),
-            other => panic!("knows of terms: {knows}: {other}"),
-        }
-    }
+        let plain = ClientSecurity::PlainLoopback;
+        let refusal = dial("pool", address, &plain, session(), &hello()).err().unwrap();
+        assert!(matches!(pool.join().unwrap(), EstablishError::Rejected(_)));
+        refusal
+    });
+    assert!(matches!(&refusal, EstablishError::FormerTerm(term) if &term[..] == b"newer"));
 }

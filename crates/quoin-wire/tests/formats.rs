@@ -92,7 +92,11 @@ fn entries() -> Vec<SharedEntry> {
         let at = Position { epoch: Epoch(3), lsn: Lsn(100 + n) };
         // The second write is a part of a client's request.
         let origin = Origin { client: ClientId(7), number: 4, low: 3 };
-        let part = (lba == 30).then_some(Part { origin, index: 0, is_last: true });
+        let part = (lba == 30).then_some(Part {
+            origin,
+            end: 30 + u64::from(blocks as u32),
+            is_last: true,
+        });
         let blocks = blocks as u32;
         let entry = Entry::part_after(chain, at, kind, lba, blocks, data, n == 0, part);
         chain = entry.chain;
@@ -136,7 +140,7 @@ fn clients() -> ClientTable {
     table.apply(Lsn(50), &EntryKind::BeginClient { client: ClientId(7) }, None);
     for (number, is_last) in [(11, true), (12, false)] {
         let origin = Origin { client: ClientId(7), number, low: 11 };
-        let part = Part { origin, index: 0, is_last };
+        let part = Part { origin, end: 31, is_last };
         table.apply(Lsn(60), &EntryKind::Write, Some(&part));
     }
     table
@@ -167,13 +171,12 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         want_data,
         ping,
     };
-    let open = |knows_points| ToReplica::Open {
+    let open = ToReplica::Open {
         volume: VolumeId(0xf01),
         replica: ReplicaId(2),
         guid: ReplicaGuid(3),
         membership: membership(),
         lease_ms: 2000,
-        knows_points,
     };
     let kept = Some(SnapshotId(0x5a));
     let verify = |snapshot| ToReplica::Verify {
@@ -194,12 +197,8 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         bytes_max: 1 << 20,
         want_data,
     };
-    let cut = |head: Option<CutHead>| ToReplica::IncrementCut {
-        rebuild: 77,
-        snapshot: snapshot(),
-        head: head.map(Box::new),
-    };
-    let at_cut = CutHead { head: head(), last_view: end().last_view };
+    let head = Box::new(CutHead { head: head(), last_view: end().last_view });
+    let cut = ToReplica::IncrementCut { rebuild: 77, snapshot: snapshot(), head };
     let repair = |snapshot| ToReplica::Repair {
         lba: 8,
         version: Lsn(90),
@@ -210,11 +209,11 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
     let mend =
         |snapshot| ToReplica::Mend { lba: 1, blocks: 503, at: Lsn(107), slots: slots(), snapshot };
     let append = ToReplica::Append { entries: entries(), stable: Lsn(99), sync: true, ping };
-    let feed = |after| ToReplica::IncrementFeed { rebuild: 77, slots: slots(), cursor: 504, after };
-    let commit = |fed| ToReplica::IncrementCommit { rebuild: 77, to: Box::new(end()), fed };
+    let feed = ToReplica::IncrementFeed { rebuild: 77, slots: slots(), cursor: 504, after: 7 };
+    let fed = FedSum { slots: 4, checksum: 0xfed };
+    let commit = ToReplica::IncrementCommit { rebuild: 77, to: Box::new(end()), fed };
     vec![
-        ("open", open(false)),
-        ("open-points", open(true)),
+        ("open", open),
         ("truncate", ToReplica::Truncate { keep: Lsn(98), tip: Lsn(107) }),
         ("append", append),
         ("sync", ToReplica::Sync { lsn: Lsn(107), ping }),
@@ -226,13 +225,10 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         ("pull", pull(true)),
         ("pull-without-data", pull(false)),
         ("increment-begin", ToReplica::IncrementBegin { rebuild: 77, from: Lsn(5) }),
-        ("increment-feed", feed(None)),
-        ("increment-feed-after", feed(Some(7))),
+        ("increment-feed", feed),
         ("open-bulk", ToReplica::OpenBulk { number: 6 }),
-        ("increment-cut", cut(None)),
-        ("increment-cut-head", cut(Some(at_cut))),
-        ("increment-commit", commit(None)),
-        ("increment-commit-counted", commit(Some(FedSum { slots: 4, checksum: 0xfed }))),
+        ("increment-cut", cut),
+        ("increment-commit", commit),
         ("repair", repair(None)),
         ("repair-snapshot", repair(kept)),
         ("mend", mend(None)),
@@ -259,14 +255,22 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         quorum: true,
         damaged: false,
         volume_blocks: 1 << 20,
+        room: RoomGrant { takes: Takes::Writes, share_blocks: 2298 },
         snapshots: vec![snapshot()],
         shadow: Some((77, Lsn(5), 504)),
-        shadow_cut: None,
-        heads: Vec::new(),
+        shadow_cut: Some(Lsn(90)),
+        heads: vec![head()],
         clients: clients(),
     };
-    let reported = OpenAck { shadow_cut: Some(Lsn(90)), heads: vec![head()], ..ack.clone() };
-    let bare = OpenAck { shadow: None, last_view: None, snapshots: vec![], ..ack.clone() };
+    let empty = OpenAck {
+        shadow: None,
+        shadow_cut: None,
+        last_view: None,
+        snapshots: vec![],
+        heads: vec![],
+        clients: ClientTable::default(),
+        ..ack.clone()
+    };
     let pulled = |cursor, end: Option<IncrementEnd>| FromReplica::Pulled {
         id: 11,
         slots: slots(),
@@ -277,12 +281,11 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
     let fetched = FromReplica::Fetched { id: 10, entries: entries(), gone: false };
     let bad_copy = BadCopy { lba: 8, blocks: 1, version: Lsn(90), snapshot: None };
     let kept_bad = BadCopy { snapshot: Some(SnapshotId(0x5a)), ..bad_copy };
-    let begun = |cut| FromReplica::IncrementBegun { rebuild: 77, cursor: 504, cut };
+    let begun = FromReplica::IncrementBegun { rebuild: 77, cursor: 504, cut: Lsn(90) };
     let refuse = FromReplica::Refuse { promised: Epoch(9), failure: Failure::Fenced };
     vec![
         ("open-ack", FromReplica::OpenAck(Box::new(ack))),
-        ("open-ack-points", FromReplica::OpenAck(Box::new(reported))),
-        ("open-ack-bare", FromReplica::OpenAck(Box::new(bare))),
+        ("open-ack-empty", FromReplica::OpenAck(Box::new(empty))),
         ("refuse", refuse),
         ("truncated", FromReplica::Truncated { position, chain: Chain(0xbb) }),
         ("applied", FromReplica::Applied { applied: Lsn(107), durable: Lsn(106), ping }),
@@ -292,13 +295,12 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         ("pulled", pulled(Some(504), None)),
         ("pulled-end", pulled(None, Some(end()))),
         ("increment-fed", FromReplica::IncrementFed { rebuild: 77, cursor: 504 }),
-        ("increment-begun", begun(None)),
-        ("increment-begun-cut", begun(Some(Lsn(90)))),
+        ("increment-begun", begun),
         ("increment-done", FromReplica::IncrementDone { rebuild: 77, position }),
         ("repaired", FromReplica::Repaired { lba: 8, version: Lsn(90), done: true }),
         ("mended", FromReplica::Mended { lba: 1, blocks: 503, done: true }),
         ("no-room", FromReplica::NoRoom { applied: Lsn(101) }),
-        ("room", FromReplica::Room { short: true }),
+        ("room", FromReplica::Room(RoomGrant { takes: Takes::Holes, share_blocks: 766 })),
         ("bad-copy", FromReplica::BadCopy(bad_copy)),
         ("bad-copy-snapshot", FromReplica::BadCopy(kept_bad)),
         ("closed", FromReplica::Closed),
@@ -354,7 +356,7 @@ fn frames() -> Vec<(&'static str, Vec<u8>, Frame)> {
     }
     let welcome = Welcome { protocol: 1, features: 2, ..Welcome::default() };
     let term = Bytes::from_static(b"a term");
-    let newer = Welcome { protocol: 1, features: 6, term };
+    let newer = Welcome { protocol: 1, features: 2, term };
     for (name, welcome) in [("welcome", welcome), ("welcome-term", newer)] {
         encode::welcome(session(), &welcome, &mut buffer).unwrap();
         all.push((name, bytes_of(&buffer), Frame::Welcome(welcome)));

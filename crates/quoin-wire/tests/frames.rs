@@ -185,14 +185,13 @@ fn head() -> impl Strategy<Value = SnapshotHead> {
 fn to_replica() -> impl Strategy<Value = ToReplica> {
     let ping = || any::<u64>().prop_map(Ping);
     prop_oneof![
-        (any::<u128>(), member(), membership(), any::<u32>(), any::<bool>()).prop_map(
-            |(volume, m, membership, lease_ms, knows_points)| ToReplica::Open {
+        (any::<u128>(), member(), membership(), any::<u32>()).prop_map(
+            |(volume, m, membership, lease_ms)| ToReplica::Open {
                 volume: VolumeId(volume),
                 replica: m.id,
                 guid: m.guid,
                 membership,
                 lease_ms,
-                knows_points,
             }
         ),
         (lsn(), lsn()).prop_map(|(keep, tip)| ToReplica::Truncate { keep, tip }),
@@ -236,25 +235,17 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
         ),
         (any::<u64>(), lsn())
             .prop_map(|(rebuild, from)| ToReplica::IncrementBegin { rebuild, from }),
-        (any::<u64>(), slots(), cursor(), proptest::option::of(cursor())).prop_map(
-            |(rebuild, slots, cursor, after)| ToReplica::IncrementFeed {
-                rebuild,
-                slots,
-                cursor,
-                after
-            }
-        ),
+        (any::<u64>(), slots(), cursor(), cursor()).prop_map(|(rebuild, slots, cursor, after)| {
+            ToReplica::IncrementFeed { rebuild, slots, cursor, after }
+        }),
         any::<u64>().prop_map(|number| ToReplica::OpenBulk { number }),
-        (any::<u64>(), snapshot(), proptest::option::of((head(), view()))).prop_map(
-            |(rebuild, snapshot, at)| {
-                let last_view = |view| Some((snapshot.lsn, view));
-                let head = at.map(|(head, view)| CutHead { head, last_view: last_view(view) });
-                ToReplica::IncrementCut { rebuild, snapshot, head: head.map(Box::new) }
-            }
-        ),
-        (any::<u64>(), increment_end(), proptest::option::of(any::<(u64, u32)>())).prop_map(
-            |(rebuild, to, fed)| {
-                let fed = fed.map(|(slots, checksum)| FedSum { slots, checksum });
+        (any::<u64>(), snapshot(), head(), view()).prop_map(|(rebuild, snapshot, head, view)| {
+            let head = CutHead { head, last_view: Some((snapshot.lsn, view)) };
+            ToReplica::IncrementCut { rebuild, snapshot, head: Box::new(head) }
+        }),
+        (any::<u64>(), increment_end(), any::<(u64, u32)>()).prop_map(
+            |(rebuild, to, (slots, checksum))| {
+                let fed = FedSum { slots, checksum };
                 ToReplica::IncrementCommit { rebuild, to, fed }
             }
         ),
@@ -316,6 +307,7 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
                         quorum: flags[1],
                         damaged: flags[2],
                         volume_blocks: e.volume_blocks,
+                        room: RoomGrant { takes: Takes::Holes, share_blocks: 9 },
                         snapshots: e.snapshots,
                         shadow,
                         shadow_cut,
@@ -355,7 +347,7 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
             }),
         (any::<u64>(), cursor())
             .prop_map(|(rebuild, cursor)| FromReplica::IncrementFed { rebuild, cursor }),
-        (any::<u64>(), cursor(), proptest::option::of(lsn())).prop_map(|(rebuild, cursor, cut)| {
+        (any::<u64>(), cursor(), lsn()).prop_map(|(rebuild, cursor, cut)| {
             FromReplica::IncrementBegun { rebuild, cursor, cut }
         }),
         (any::<u64>(), position())
@@ -365,7 +357,10 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
         (0..1u64 << 44, any::<u32>(), any::<bool>())
             .prop_map(|(lba, blocks, done)| FromReplica::Mended { lba, blocks, done }),
         lsn().prop_map(|applied| FromReplica::NoRoom { applied }),
-        any::<bool>().prop_map(|short| FromReplica::Room { short }),
+        (0..3_usize, any::<u32>()).prop_map(|(takes, share_blocks)| {
+            let takes = [Takes::Nothing, Takes::Holes, Takes::Writes][takes];
+            FromReplica::Room(RoomGrant { takes, share_blocks })
+        }),
         (0..1u64 << 44, any::<u32>(), lsn(), of_snapshot()).prop_map(
             |(lba, blocks, version, snapshot)| {
                 FromReplica::BadCopy(BadCopy { lba, blocks, version, snapshot })

@@ -196,8 +196,7 @@ pub async fn edit(options: EditOptions, client: &ClientOptions, format: Format) 
     );
     let path = std::env::temp_dir().join(format!("quoin-edit-{}.yaml", std::process::id()));
     // `create_new`: a file of another user is not written through.
-    let mut file = std::fs::OpenOptions::new();
-    let file = file.write(true).create_new(true).open(&path);
+    let file = crate::private_file::create_new(&path);
     std::io::Write::write_all(
         &mut file.with_context(|| format!("make {}", path.display()))?,
         text.as_bytes(),

@@ -129,10 +129,10 @@ fn print(event: Event, format: Format) -> Result<()> {
 /// Columns of fixed width: the next event is not known when one is printed.
 fn line(event: &EventView) -> String {
     let times = if event.count > 1 { format!(" (x{})", event.count) } else { String::new() };
-    format!(
+    output::plain(&format!(
         "{}  {:<7}  {:<24}  {:<22}  {}{times}",
         event.time, event.severity, event.object, event.reason, event.message
-    )
+    ))
 }
 
 /// RFC 3339 in UTC with seconds.

@@ -167,6 +167,7 @@ pub async fn cluster(
                 data_security: info.data_security,
                 recovery: info.recovery,
                 term: info.term,
+                clocks: info.clocks.into_iter().map(|clock| clock.message).collect(),
             };
             let recovery = match view.recovery.as_str() {
                 "" => String::new(),
@@ -179,6 +180,7 @@ pub async fn cluster(
                     ("data security", view.data_security.clone()),
                     ("records", recovery.clone()),
                     ("term", if view.term == 0 { String::new() } else { view.term.to_string() }),
+                    ("clocks", view.clocks.join("; ")),
                 ])
             })
         }
@@ -322,6 +324,8 @@ struct ClusterView {
     recovery: String,
     /// How often they were recovered: a controller of a former term is refused by all members.
     term: u64,
+    /// Clocks that differ, in words.
+    clocks: Vec<String>,
 }
 
 #[derive(Serialize)]

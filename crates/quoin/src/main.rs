@@ -19,6 +19,7 @@ mod listing;
 mod offline;
 mod output;
 mod pace;
+mod private_file;
 mod roles;
 mod salvage;
 mod schedule;

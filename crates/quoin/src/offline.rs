@@ -15,6 +15,7 @@ use quoin_types::{BLOCK_SIZE, ReplicaGuid, SnapshotId};
 use serde::Serialize;
 
 use crate::output::{self, Format, Row};
+use crate::private_file;
 use crate::size::show_size;
 
 #[derive(clap::Args)]
@@ -293,15 +294,13 @@ pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
     let guid = replica.identity.guid;
     let named = options.snapshot.as_deref();
     let snapshot = named.map(|named| find_snapshot(replica, named)).transpose()?;
-    let file = std::fs::OpenOptions::new().write(true).create_new(true).open(&options.to).map_err(
-        |error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists => anyhow!(
-                "{} exists already: name another file with --to, or remove it",
-                options.to.display()
-            ),
-            _ => anyhow!("cannot create {} ({error}): correct --to", options.to.display()),
-        },
-    )?;
+    let file = private_file::create_new(&options.to).map_err(|error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => anyhow!(
+            "{} exists already: name another file with --to, or remove it",
+            options.to.display()
+        ),
+        _ => anyhow!("cannot create {} ({error}): correct --to", options.to.display()),
+    })?;
     let outcome = offline::export(open(&options.pool.data)?, guid, snapshot, |offset, bytes| {
         file.write_all_at(bytes, offset)
     });

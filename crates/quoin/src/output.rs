@@ -76,7 +76,8 @@ pub fn plain(text: &str) -> String {
 fn escaped(text: &str, kept: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for letter in text.chars() {
-        match letter.is_control() && !kept.contains(letter) {
+        let turns = matches!(letter, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        match (letter.is_control() || turns) && !kept.contains(letter) {
             true => plain.extend(letter.escape_default()),
             false => plain.push(letter),
         }
@@ -113,7 +114,7 @@ fn table<R: Row>(rows: &[R], columns: usize) -> String {
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(&R::HEADER[..columns]);
     for row in rows {
-        table.add_row(row.cells().into_iter().take(columns));
+        table.add_row(row.cells().iter().take(columns).map(|cell| plain(cell)));
     }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
@@ -126,7 +127,7 @@ fn table<R: Row>(rows: &[R], columns: usize) -> String {
 pub fn fields(pairs: &[(&str, String)]) -> String {
     let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let shown = pairs.iter().filter(|(_, value)| !value.is_empty());
-    shown.map(|(name, value)| format!("{name:<width$}  {value}\n")).collect()
+    shown.map(|(name, value)| format!("{name:<width$}  {}\n", escaped(value, "\n"))).collect()
 }
 
 #[cfg(test)]
@@ -142,6 +143,15 @@ mod tests {
         fn cells(&self) -> Vec<String> {
             vec![self.0.into(), self.1.to_string(), "wide only".into()]
         }
+    }
+
+    #[test]
+    fn what_others_wrote_into_a_cell_moves_no_terminal() {
+        let rows = [Stone("cor\u{1b}[2Jner\nforged", 7)];
+        let shown = table(&rows, Stone::NARROW);
+        assert!(!shown.contains('\u{1b}') && shown.lines().count() == 2, "{shown}");
+        let shown = fields(&[("message", "a\u{1b}]52;\u{7}b".into())]);
+        assert_eq!(shown.chars().filter(|c| c.is_control()).count(), 1, "{shown}");
     }
 
     #[test]

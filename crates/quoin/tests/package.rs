@@ -160,9 +160,11 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     let at_boot = "quoin volume attach my-db --at-boot --mount '/srv/my db'";
     let printed = machine.refused(at_boot);
     assert!(
-        printed.contains("no file system") && printed.contains("mkfs.ext4 /dev/loop"),
+        printed.contains("no file system") && printed.contains("attached as /dev/quoin/my-db"),
         "{printed}"
     );
+    // The link is there for the file system to be made on.
+    machine.ok("test -b /dev/quoin/my-db");
     assert_eq!(machine.ok("cat /etc/fstab"), "# as it was");
     machine.ok("test ! -e /etc/quoin/volumes");
     let device = machine.ok("quoin volume attach my-db");
@@ -179,19 +181,36 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
         assert!(printed.contains(&format!("wrote {path}")), "{path}: {printed}");
     }
     let line = machine.ok("grep 'srv/my.040db' /etc/fstab");
-    let options = "ext4 nofail,_netdev,x-systemd.requires=quoin-volume@my\\134x2ddb.service,";
-    assert!(line.starts_with("UUID=") && line.contains(options), "{line}");
+    let options =
+        "ext4 nosuid,nodev,nofail,_netdev,x-systemd.requires=quoin-volume@my\\134x2ddb.service,";
+    assert!(line.starts_with("/dev/quoin/my-db ") && line.contains(options), "{line}");
     machine.ok(&format!("test -L '/etc/systemd/system/quoin.target.wants/{unit}'"));
     machine.ok("echo before > '/srv/my db/file' && sync '/srv/my db/file'");
     // The same command again changes nothing.
     machine.ok(at_boot);
     assert_eq!(machine.ok("wc -l < /etc/fstab"), "2");
+    // A clone has all that its source has, the UUID too, and is not mounted in its place.
+    machine.ok("umount '/srv/my db'");
+    machine.ok("quoin volume create copy --from-volume my-db");
+    let copy = machine.ok("quoin volume attach copy");
+    let at = machine.ok("mktemp -d");
+    machine.ok(&format!("mount {copy} {at} && echo copy > {at}/file && umount {at}"));
+    machine.ok("quoin volume attach-at-boot --run /run/quoin --timeout 60 my-db");
+    assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
+    // What else is mounted there is told, and left alone.
+    machine.ok(&format!("umount '/srv/my db' && mount {copy} '/srv/my db'"));
+    let printed =
+        machine.refused("quoin volume attach-at-boot --run /run/quoin --timeout 60 my-db");
+    assert!(printed.contains("another file system mounted"), "{printed}");
+    machine.ok("umount '/srv/my db' && quoin volume detach copy && quoin volume delete copy --yes");
+    machine.ok(at_boot);
 
     // The records name this host as the volume's owner, so its target serves it.
     machine.crash();
     machine.boot();
     machine.eventually_ok("it is mounted again", "mountpoint -q '/srv/my db'");
     assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
+    machine.ok("test -b /dev/quoin/my-db");
 
     // The volume is not removed in use. Detached, nothing of it is left for the next boot.
     let printed = machine.refused("quoin volume detach my-db");

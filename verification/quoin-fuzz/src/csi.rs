@@ -62,6 +62,8 @@ async fn start(directory: &std::path::Path, stopped: watch::Receiver<bool>) -> C
         mode: Mode::CONTROLLER,
         backend: Backend::new(unix_channel(&admin)),
         node: None,
+        edition: quoin_csi::Edition::NEWEST,
+        volume_mount_group: true,
     })
     .expect("a plugin");
     let socket = directory.join("csi.sock");

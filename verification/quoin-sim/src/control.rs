@@ -1,6 +1,7 @@
 //! The control plane's record of the volume, reached only by compare-and-swap over a network
 //! that delays and loses questions and answers.
 
+use quoin_replication::primary::LiveOptions;
 use quoin_types::{Desired, Epoch, Incarnation, Member, Membership, Term};
 
 /// The linearizable record.
@@ -15,6 +16,8 @@ pub struct Record {
     pub membership: Membership,
     /// The desired membership: as operators ask, with the replicas that pools have made for it.
     pub desired: Desired,
+    /// `None`: they never changed.
+    pub options: Option<LiveOptions>,
 }
 
 #[derive(Clone, Debug)]
@@ -25,9 +28,20 @@ pub enum Question {
 
 #[derive(Clone, Debug)]
 pub enum Answer {
-    Granted { incarnation: Incarnation, epoch: Epoch, membership: Membership },
-    NotOwner { incarnation: Incarnation },
-    Swapped { version: u64, membership: Membership },
+    Granted {
+        incarnation: Incarnation,
+        epoch: Epoch,
+        membership: Membership,
+        /// Options of the record at that moment. `None`: they never changed.
+        options: Option<LiveOptions>,
+    },
+    NotOwner {
+        incarnation: Incarnation,
+    },
+    Swapped {
+        version: u64,
+        membership: Membership,
+    },
 }
 
 impl Record {
@@ -50,6 +64,7 @@ impl Record {
                     incarnation: *incarnation,
                     epoch: self.epoch,
                     membership: self.membership.clone(),
+                    options: self.options,
                 })
             }
             Question::Swap { epoch, version, next } => {
@@ -107,6 +122,7 @@ mod tests {
             owner: 0,
             membership: Membership { version: 1, rf: 1, cf: 1, drf: 1, ..Default::default() },
             desired: Desired::default(),
+            options: None,
         }
     }
 

@@ -11,7 +11,9 @@ use std::collections::BTreeSet;
 use std::io::IoSlice;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
+use bytes::Bytes;
 use quoin_replication::replica::store::{BootCookie, IoFault};
+use quoin_store::disk::fetch::Fetch;
 use quoin_store::disk::{Disk, Syncer};
 use quoin_store::{CacheIdentity, Mounted};
 use quoin_types::BLOCK_SIZE;
@@ -140,6 +142,8 @@ struct State {
     /// Fate of the next write, and the random number that selects its place.
     lie: Option<(Lie, u64)>,
     image: Option<Pages>,
+    /// Reads that the pool's thread waited for since they were last asked for.
+    blocked_reads: u64,
     /// Chance that decides what the kernel has cached, and the percent of reads that it has not.
     uncached: Option<(Random, u64)>,
     /// Pages that are not referenced any more, for reuse.
@@ -205,6 +209,19 @@ impl SimDisk {
     /// So many of a hundred reads have to wait for the medium from now on.
     pub fn set_uncached(&self, chance: Random, percent: u64) {
         self.state().uncached = Some((chance, percent));
+    }
+
+    /// Reads of a cold disk that the pool's thread waited for, since the last call.
+    pub fn take_blocked_reads(&self) -> u64 {
+        std::mem::take(&mut self.state().blocked_reads)
+    }
+
+    /// A read that nobody waits for.
+    pub fn fetch_beside(&self, fetch: &Fetch) -> Result<Bytes, IoFault> {
+        let before = self.state().blocked_reads;
+        let read = self.fetch(fetch);
+        self.state().blocked_reads = before;
+        read
     }
 
     /// The next write is not done where it should be.
@@ -474,6 +491,7 @@ impl Disk for SimDisk {
             state.counts.errors += 1;
             return Err(IoFault { operation: "read", offset, errno: EIO });
         }
+        state.blocked_reads += u64::from(state.uncached.is_some());
         for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
             match state.pages.get(number) {
                 Some(page) => chunk.copy_from_slice(page),
@@ -509,7 +527,10 @@ impl Disk for SimDisk {
                 return Ok(false);
             }
         }
-        self.read_at(offset, buffer).map(|()| true)
+        let before = self.state().blocked_reads;
+        let read = self.read_at(offset, buffer).map(|()| true);
+        self.state().blocked_reads = before;
+        read
     }
 
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {

@@ -11,9 +11,10 @@ use quoin_replication::replica::store::{
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_store::{
     BadBlock, Cloned, Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool, ScrubAt,
+    ScrubStage,
 };
 use quoin_types::entry::SharedEntry;
-use quoin_types::message::BadCopy;
+use quoin_types::message::{BadCopy, RoomGrant};
 use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
 
 use crate::content::SECTOR;
@@ -57,6 +58,8 @@ pub struct RealStorage {
     ballasts: u128,
     /// The source that the replica is a clone of, where there is one.
     source: Option<Living>,
+    /// Reads that the disk takes at the same time.
+    queue_depth: usize,
     /// Counts of the kept image.
     image: Option<PoolCounts>,
     chance: Random,
@@ -94,6 +97,8 @@ impl RealStorage {
             disk.set_uncached(Random::new(format.pool.0 as u64), UNCACHED_PERCENT);
         }
         let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
+        // From a disk of one arm to one that takes all that a pool has under way.
+        let queue_depth = [1, 2, 64][format.pool.0 as usize % 3];
         Ok(Self {
             disk,
             shape,
@@ -107,6 +112,7 @@ impl RealStorage {
             filled: false,
             ballasts: 0,
             source: None,
+            queue_depth,
             image: None,
             chance: random.fork(),
         })
@@ -162,7 +168,7 @@ impl RealStorage {
     }
 
     fn read(&self, fetch: Fetch) -> Result<Bytes, IoFault> {
-        quoin_store::Disk::fetch(&self.disk, &fetch)
+        self.disk.fetch_beside(&fetch)
     }
 
     fn pool(&mut self) -> Result<&mut Pool<SimDisk>, StoreError> {
@@ -350,6 +356,10 @@ impl Storage for RealStorage {
     }
 
     fn fetch_begin(&mut self) -> Option<Fetch> {
+        // What is wanted stays listed while the disk's queue is full, over the re-use of units too.
+        if self.under_way.len() >= self.queue_depth {
+            return None;
+        }
         let fetch = self.pool.as_mut()?.next_fetch()?;
         // Every other one: the medium is read at once, and the result is told at the end.
         let early = fetch.id.is_multiple_of(2).then(|| self.read(fetch));
@@ -363,6 +373,10 @@ impl Storage for RealStorage {
         if let Some(pool) = &mut self.pool {
             pool.fetched(id, result);
         }
+    }
+
+    fn take_blocked_reads(&mut self) -> u64 {
+        self.disk.take_blocked_reads()
     }
 
     fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
@@ -402,11 +416,15 @@ impl Storage for RealStorage {
     fn scrub(
         &mut self,
         guid: ReplicaGuid,
-        (stage, cursor): (u32, u64),
+        (stage, cursor): (u64, u64),
         budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
-        let done = self.pool()?.try_scrub(guid, ScrubAt { stage, cursor }, budget_bytes)?;
-        let next = done.next.map(|at| (at.stage, at.cursor));
+        let done = self.pool()?.try_scrub(
+            guid,
+            ScrubAt { stage: ScrubStage::of(stage), cursor },
+            budget_bytes,
+        )?;
+        let next = done.next.map(|at| (at.stage.number(), at.cursor));
         Ok(Scrubbed { next, read_bytes: done.read_bytes })
     }
 
@@ -453,8 +471,8 @@ impl Storage for RealStorage {
         Ok(())
     }
 
-    fn is_short(&self, was: bool) -> bool {
-        self.pool.as_ref().is_some_and(|pool| pool.is_short(was))
+    fn room(&self, was: RoomGrant) -> RoomGrant {
+        self.pool.as_ref().map_or(was, |pool| pool.room(was))
     }
 
     fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {

@@ -14,7 +14,7 @@ use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
-    BadCopy, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
+    BadCopy, CutHead, EpochEnd, IncrementEnd, ReadView, RoomGrant, Slot, SnapshotHead, SnapshotInfo,
 };
 use quoin_types::{ClientTable, Epoch, Lsn, ReplicaGuid};
 
@@ -49,7 +49,7 @@ pub struct Space {
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Scrubbed {
     /// Where to go on; `None`: the replica was read to its end.
-    pub next: Option<(u32, u64)>,
+    pub next: Option<(u64, u64)>,
     pub read_bytes: u64,
 }
 
@@ -98,6 +98,10 @@ pub trait Storage {
     }
     /// It ends.
     fn fetch_end(&mut self, _id: u64) {}
+    /// Reads that the pool's thread waited for since the last call.
+    fn take_blocked_reads(&mut self) -> u64 {
+        0
+    }
     /// The next call that can be made again, and whose it is.
     fn take_fetched(&mut self) -> Option<(Owner, FetchTicket)> {
         None
@@ -117,7 +121,7 @@ pub trait Storage {
     fn scrub(
         &mut self,
         _guid: ReplicaGuid,
-        _at: (u32, u64),
+        _at: (u64, u64),
         _budget_bytes: u64,
     ) -> Result<Scrubbed, StoreError> {
         Ok(Scrubbed::default())
@@ -138,9 +142,9 @@ pub trait Storage {
     fn replace(&mut self, _random: &mut Random) -> Result<(), StoreError> {
         Ok(())
     }
-    /// Returns true if the pool is short of room; `was`: what it said last.
-    fn is_short(&self, _was: bool) -> bool {
-        false
+    /// The room that the pool grants; `was`: what it granted last.
+    fn room(&self, _was: RoomGrant) -> RoomGrant {
+        RoomGrant::UNBOUNDED
     }
     /// Returns the use of the space once all useful clean-up is done and recorded; `None`: this storage
     /// has no space that could be lost.

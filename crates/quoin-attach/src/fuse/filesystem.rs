@@ -484,7 +484,8 @@ mod tests {
         let (token, operation) = submitted(filesystem.message(&punch));
         let key = RequestKey { key: 4, offset: 2 * PIECE };
         assert_eq!(filesystem.key(token, &operation), Some(key));
-        let rest = Operation::WriteZeroes { offset: 2 * PIECE, length: PIECE, fua: false, no_hole: false };
+        let rest =
+            Operation::WriteZeroes { offset: 2 * PIECE, length: PIECE, fua: false, no_hole: false };
         assert_eq!(operation, rest);
         let outcome = filesystem.complete(token, Ok(Payload::None));
         assert_eq!(errno(&outcome), 0);

@@ -90,8 +90,7 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchPoolStream>, Status> {
         let name = request.get_ref().pool.clone();
         self.act(&request, Role::Pool, &name)?;
-        let in_part = request.get_ref().partial;
-        let mut stream = PoolStream::new(self.controller.assignments.clone(), &name, in_part);
+        let mut stream = PoolStream::new(self.controller.assignments.clone(), &name);
         let caller = self.caller(&request)?;
         self.follow(caller, Concern::Pool(name), move |news| stream.next(news))
     }
@@ -103,7 +102,7 @@ impl Agent for Services {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
         let assignments = self.controller.assignments.clone();
-        let mut stream = NodeStream::new(assignments, request.get_ref());
+        let mut stream = NodeStream::new(assignments, &name);
         let caller = self.caller(&request)?;
         self.follow(caller, Concern::Node(name), move |news| stream.next(news))
     }
@@ -112,7 +111,7 @@ impl Agent for Services {
         &self,
         request: Request<WatchCommandsRequest>,
     ) -> Result<Response<Self::WatchCommandsStream>, Status> {
-        let WatchCommandsRequest { node: name, points } = request.get_ref().clone();
+        let WatchCommandsRequest { node: name } = request.get_ref().clone();
         self.act(&request, Role::Node, &name)?;
         let caller = self.caller(&request)?;
         let place = self.stream_place(&caller)?;
@@ -122,7 +121,7 @@ impl Agent for Services {
             let _place = place;
             let controller = &services.controller;
             let mut changes = controller.state.changes_of(Concern::Node(name.clone()));
-            let mut commands = controller.snapshots.commands.of_node(&name, points);
+            let mut commands = controller.snapshots.commands.of_node(&name);
             let mut begun = commands.begun();
             loop {
                 if let Err(error) = services.still(&caller) {
@@ -254,7 +253,8 @@ impl Agent for Services {
                 answer.membership = Some(membership_message(&granted.membership));
                 answer.grant = granted.grant;
                 answer.spec = Some(spec(&granted.record));
-                answer.options_version = granted.record.generation;
+                let term = self.controller.state.term();
+                answer.options_version = term.version_of(granted.record.generation);
             }
             Err(why) => {
                 answer.set_outcome(Acquired::NotOwner);

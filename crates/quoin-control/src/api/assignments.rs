@@ -1,16 +1,16 @@
 //! Assignments of pools and nodes: whole, as they are at a moment, and in part, as they change.
 //!
-//! A stream tells its member the whole assignment first. A member that asked for it is then told only
-//! what changed: the cost of a change, for the controller and on the wire, does not grow with the
-//! number of volumes. Any other member is told the whole assignment each time it changes.
+//! A stream tells its member the whole assignment first, and then only what changed: the cost of a
+//! change, for the controller and on the wire, does not grow with the number of volumes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
-    self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment, ServedAt,
-    Sharer, TargetAssignment, VolumeSpec, WatchNodeRequest,
+    self as api, MemberKeys, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
+    ServedAt, Sharer, TargetAssignment, VolumeSpec,
 };
+use quoin_identity::Role;
 use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
 
@@ -19,7 +19,9 @@ use crate::disaster::salvage::Salvage;
 use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
-use crate::state::records::{BaseUse, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord};
+use crate::state::records::{
+    BaseUse, MemberOfCluster, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord,
+};
 use crate::volume::attach::AttachmentRecord;
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
@@ -61,17 +63,6 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
     let gone =
         gone.map(|d| assignment(d.id.0.to_string(), d.guid.0.to_string(), ReplicaPhase::Delete));
     held.chain(gone).collect()
-}
-
-/// Nodes that share a volume with the one that serves it.
-fn sharers(volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
-    let others = volume.attachments.iter().filter(|a| a.node != owner);
-    let sharer = |a: &AttachmentRecord| Sharer {
-        node: a.node.clone(),
-        read_only: a.writes_nothing(),
-        client: client_of(a),
-    };
-    others.map(sharer).collect()
 }
 
 /// Number of an attachment whose requests are numbered, or 0.
@@ -143,10 +134,48 @@ impl Assignments {
         NodeAssignment {
             data_security: state.settings.data_security.clone(),
             served_elsewhere: self.devices.served_elsewhere(node),
+            members: self.openers(node),
             term: self.terms.proof().into(),
             does_not_rule: !self.terms.claims(),
             ..NodeAssignment::default()
         }
+    }
+
+    /// Those whose certificates open all that a node's target serves.
+    fn openers(&self, node: &str) -> Vec<MemberKeys> {
+        // Records that do not rule may be an old copy, which knows admins that were removed since.
+        if self.state.check_ruling().is_err() {
+            return Vec::new();
+        }
+        let opens = |member: &&Arc<MemberOfCluster>| {
+            let is_itself = member.role == Role::Node.as_str() && member.holder == node;
+            member.role == Role::Admin.as_str() || is_itself
+        };
+        let members = self.state.joined.members.list();
+        let keys = members.iter().filter(opens).map(|member| MemberKeys {
+            role: member.role.clone(),
+            name: member.holder.clone(),
+            key_hashes: member.key_hashes(),
+        });
+        keys.filter(|member| !member.key_hashes.is_empty()).collect()
+    }
+
+    /// Hashes of the keys by which a node is known.
+    fn key_hashes_of(&self, node: &str) -> Vec<String> {
+        let member = self.state.joined.members.get(&format!("{}/{node}", Role::Node));
+        member.map(|member| member.key_hashes()).unwrap_or_default()
+    }
+
+    /// Nodes that share a volume with the one that serves it.
+    fn sharers(&self, volume: &VolumeRecord, owner: &str) -> Vec<Sharer> {
+        let others = volume.attachments.iter().filter(|a| a.node != owner);
+        let sharers = others.map(|a| Sharer {
+            node: a.node.clone(),
+            read_only: a.writes_nothing(),
+            key_hashes: self.key_hashes_of(&a.node),
+            client: client_of(a),
+        });
+        sharers.collect()
     }
 
     /// The assignment of a volume to a node's target; `None`: it has nothing to do with it.
@@ -161,10 +190,10 @@ impl Assignments {
             volume_id: volume.id.0.to_string(),
             name: volume.spec.name.clone(),
             size_bytes: volume.size_bytes,
-            read_only: attachment.is_some_and(|a| a.writes_nothing()),
+            read_only: attachment.map_or(!self.state.is_written(volume), |a| a.writes_nothing()),
             spec: Some(spec(volume)),
             replicas: if is_owner { self.addresses(volume, node) } else { Vec::new() },
-            sharers: if is_owner { sharers(volume, node) } else { Vec::new() },
+            sharers: if is_owner { self.sharers(volume, node) } else { Vec::new() },
             served_at: (!is_owner).then(|| self.served_at(owner)),
             desired_replication_factor: volume.membership.drf.into(),
             consistency_factor: volume.desired_cf().into(),
@@ -173,7 +202,7 @@ impl Assignments {
             membership_version: volume.membership.version,
             device: attachment.is_some_and(|a| a.device),
             used_since_epoch: volume.used.since_of(node),
-            options_version: volume.generation,
+            options_version: self.state.term().version_of(volume.generation),
             client: attachment.map_or(0, client_of),
         })
     }
@@ -183,7 +212,7 @@ impl Assignments {
         let observed = self.state.observed();
         let seen = observed.nodes.get(node);
         let address = seen.map(|seen| seen.share_address.clone()).unwrap_or_default();
-        ServedAt { node: node.to_owned(), address }
+        ServedAt { node: node.to_owned(), address, key_hashes: self.key_hashes_of(node) }
     }
 
     /// Addresses of the replicas. The address is empty where a pool must not be used: an older
@@ -235,7 +264,6 @@ pub struct PoolStream {
     assignments: Assignments,
     pool: String,
     /// The pool takes changes alone.
-    in_part: bool,
     /// The records that its replicas were told by.
     told: BTreeMap<VolumeId, Arc<VolumeRecord>>,
     /// The rest of what was told last; `None`: nothing was told yet.
@@ -244,9 +272,9 @@ pub struct PoolStream {
 }
 
 impl PoolStream {
-    pub fn new(assignments: Assignments, pool: &str, in_part: bool) -> Self {
+    pub fn new(assignments: Assignments, pool: &str) -> Self {
         let (pool, told) = (pool.to_owned(), BTreeMap::new());
-        Self { assignments, pool, in_part, told, head: None, ruled: false }
+        Self { assignments, pool, told, head: None, ruled: false }
     }
 
     /// The next message, if there is something to tell. `news`: what may have changed since the last
@@ -296,10 +324,10 @@ impl PoolStream {
         if !begins && changed.is_empty() && removed.is_empty() && before.as_ref() == Some(&head) {
             return None;
         }
-        if self.in_part && !begins {
+        if !begins {
             return Some(PoolAssignment { replicas: changed, removed, partial: true, ..head });
         }
-        Some(PoolAssignment { replicas: self.whole(changed), ..head })
+        Some(PoolAssignment { replicas: changed, ..head })
     }
 
     /// Volumes whose assignment may be another one than was told.
@@ -312,47 +340,20 @@ impl PoolStream {
             }
         }
     }
-
-    /// All that was told, those that changed as they are now.
-    fn whole(&self, changed: Vec<ReplicaAssignment>) -> Vec<ReplicaAssignment> {
-        let mut changed: BTreeMap<String, ReplicaAssignment> =
-            changed.into_iter().map(|replica| (replica.guid.clone(), replica)).collect();
-        let all = self.told.values().flat_map(|volume| replicas_of(volume, &self.pool));
-        all.map(|replica| changed.remove(&replica.guid).unwrap_or(replica)).collect()
-    }
 }
 
 /// Assignment of a node as one stream has told it.
 pub struct NodeStream {
     assignments: Assignments,
     node: String,
-    in_part: bool,
-    /// Its target encrypts. One of a former version would serve ciphertext, and write clear text.
-    encrypts: bool,
-    /// Its target reaches volumes at other nodes. One of a former version would try to open them.
-    shares: bool,
     told: BTreeMap<VolumeId, TargetAssignment>,
     head: Option<NodeAssignment>,
     ruled: bool,
 }
 
 impl NodeStream {
-    pub fn new(assignments: Assignments, request: &WatchNodeRequest) -> Self {
-        Self {
-            assignments,
-            node: request.node.clone(),
-            in_part: request.partial,
-            encrypts: request.encrypts,
-            shares: request.shares,
-            told: BTreeMap::new(),
-            head: None,
-            ruled: false,
-        }
-    }
-
-    fn target(&self, volume: &VolumeRecord) -> Option<TargetAssignment> {
-        let target = self.assignments.target(volume, &self.node);
-        target.filter(|target| self.shares || target.served_at.is_none())
+    pub fn new(assignments: Assignments, node: &str) -> Self {
+        Self { assignments, node: node.to_owned(), told: BTreeMap::new(), head: None, ruled: false }
     }
 
     /// As [`PoolStream::next`].
@@ -371,8 +372,7 @@ impl NodeStream {
         let (mut changed, mut removed) = (Vec::new(), Vec::new());
         for id in self.concerned(&state, if begins { News::All } else { news }) {
             let volume = state.volumes.get(&id.to_string());
-            let volume = volume.filter(|v| self.encrypts || v.spec.encryption.is_none());
-            match volume.and_then(|volume| self.target(&volume)) {
+            match volume.and_then(|volume| self.assignments.target(&volume, &self.node)) {
                 Some(target) if self.told.get(&id) == Some(&target) => {}
                 Some(target) => {
                     self.told.insert(id, target.clone());
@@ -384,11 +384,10 @@ impl NodeStream {
         if !begins && changed.is_empty() && removed.is_empty() && before.as_ref() == Some(&head) {
             return None;
         }
-        if self.in_part && !begins {
+        if !begins {
             return Some(NodeAssignment { targets: changed, removed, partial: true, ..head });
         }
-        let targets = self.told.values().cloned().collect();
-        Some(NodeAssignment { targets, complete: true, ..head })
+        Some(NodeAssignment { targets: changed, complete: true, ..head })
     }
 
     /// Volumes whose assignment may be another one than was told.

@@ -5,6 +5,7 @@
 use quoin_api::control::VolumeRef;
 use quoin_identity::{Caller, Member, Peer, Role};
 use quoin_types::VolumeId;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use tonic::{Extensions, Request};
 
@@ -20,6 +21,21 @@ pub(super) enum Scope {
     All,
     /// Only what is attached to this node, and only looking.
     Node(String),
+}
+
+/// Volumes that a caller may see.
+pub(super) enum Sight {
+    All,
+    These(BTreeSet<VolumeId>),
+}
+
+impl Sight {
+    pub(super) fn sees(&self, volume: VolumeId) -> bool {
+        match self {
+            Sight::All => true,
+            Sight::These(volumes) => volumes.contains(&volume),
+        }
+    }
 }
 
 /// A caller that no transport has named is nobody.
@@ -138,6 +154,19 @@ impl Scope {
     pub(super) fn sees_volume(&self, controller: &Controller, volume: VolumeId) -> bool {
         let found = || controller.state.volumes.get(&volume.to_string());
         *self == Scope::All || found().is_some_and(|volume| self.sees(&volume))
+    }
+
+    /// The volumes that the caller may see at this moment, for a look at other records while their
+    /// table is locked.
+    pub(super) fn sight(&self, controller: &Controller) -> Sight {
+        match self {
+            Scope::All => Sight::All,
+            Scope::Node(name) => {
+                let volumes = controller.state.volumes_of_node(name);
+                let seen = volumes.iter().filter(|volume| self.sees(volume));
+                Sight::These(seen.map(|volume| volume.id.0).collect())
+            }
+        }
     }
 
     pub(super) fn sees(&self, volume: &VolumeRecord) -> bool {

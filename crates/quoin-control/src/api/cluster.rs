@@ -20,6 +20,7 @@ use crate::membership::members::token_id;
 use crate::reconcile::cordon::{Cordoning, Scope};
 use crate::snapshot::catalog::CUT_TIME;
 use crate::snapshot::view;
+use crate::state::group_records::GroupRecord;
 use crate::state::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::time::timestamp;
 use crate::volume::attach::Publish;
@@ -101,6 +102,7 @@ impl Cluster for Services {
             replace_after: self.controller.state.settings.replace_after.to_string(),
             recovery: self.controller.state.recovery_reason(),
             term: self.controller.state.term().number,
+            clocks: self.controller.membership.clocks.all(),
         }))
     }
 
@@ -154,16 +156,17 @@ impl Cluster for Services {
         let ListVolumesRequest { max_entries, starting_token, include_deleting, ill_only } =
             request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
-        let is_listed = |volume: &VolumeRecord| include_deleting || is_there(volume);
+        // Filtered before the page is made: the token names the last one of it.
+        let is_listed =
+            |volume: &VolumeRecord| scope.sees(volume) && (include_deleting || is_there(volume));
         let catalog = &self.controller.volumes.catalog;
         let (page, next_token) = match ill_only {
             true => catalog.list_where(max_entries, &starting_token, |volume| {
-                self.controller.status.is_ill(volume)
+                scope.sees(volume) && self.controller.status.is_ill(volume)
             })?,
             false => catalog.list_with(max_entries, &starting_token, is_listed)?,
         };
-        let seen = page.iter().filter(|volume| scope.sees(volume));
-        let volumes = seen.map(|volume| self.controller.status.volume(volume)).collect();
+        let volumes = page.iter().map(|volume| self.controller.status.volume(volume)).collect();
         Ok(Response::new(ListVolumesResponse { volumes, next_token }))
     }
 
@@ -468,14 +471,15 @@ impl Cluster for Services {
         let ListSnapshotsRequest { volume, max_entries, starting_token, cut_only } =
             request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
+        let sight = scope.sight(&self.controller);
         let (page, next_token) = self.controller.snapshots.catalog.list(
             volume.as_ref(),
             max_entries,
             &starting_token,
             cut_only,
+            |snapshot| sight.sees(snapshot.volume.0),
         )?;
-        let seen = page.iter().filter(|s| scope.sees_volume(&self.controller, s.volume.0));
-        let snapshots = seen.map(|s| view::snapshot(&self.controller.state, s)).collect();
+        let snapshots = page.iter().map(|s| view::snapshot(&self.controller.state, s)).collect();
         Ok(Response::new(ListSnapshotsResponse { snapshots, next_token }))
     }
 
@@ -522,13 +526,13 @@ impl Cluster for Services {
         let scope = self.look(&request)?;
         let ListGroupSnapshotsRequest { max_entries, after } = request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
-        let page = self.controller.snapshots.groups.list(&after, max_entries as usize)?;
+        let sight = scope.sight(&self.controller);
+        let is_seen = |group: &GroupRecord| group.members.iter().all(|m| sight.sees(m.volume.0));
+        let groups = &self.controller.snapshots.groups;
+        let page = groups.list(&after, max_entries as usize, is_seen)?;
         let is_full = page.len() == max_entries as usize;
         let next = page.last().filter(|_| is_full).map(|group| group.id.0.to_string());
-        let seen = page.iter().filter(|group| {
-            group.members.iter().all(|m| scope.sees_volume(&self.controller, m.volume.0))
-        });
-        let groups = seen.map(|group| view::group(&self.controller.state, group)).collect();
+        let groups = page.iter().map(|group| view::group(&self.controller.state, group)).collect();
         Ok(Response::new(ListGroupSnapshotsResponse { groups, next: next.unwrap_or_default() }))
     }
 
@@ -598,7 +602,11 @@ impl Cluster for Services {
         request: Request<ListSchedulesRequest>,
     ) -> Result<Response<ListSchedulesResponse>, Status> {
         let scope = self.look(&request)?;
-        let listed = self.controller.snapshots.schedules.list(request.get_ref().volume.as_ref())?;
+        let volume = request.get_ref().volume.as_ref();
+        if volume.is_some() {
+            scope.volume(&self.controller, volume)?;
+        }
+        let listed = self.controller.snapshots.schedules.list(volume)?;
         let seen = listed.iter().filter(|s| scope.sees_volume(&self.controller, s.volume.0));
         let schedules = seen.map(|s| view::schedule(&self.controller.state, s)).collect();
         Ok(Response::new(ListSchedulesResponse { schedules }))

@@ -3,14 +3,27 @@
 //! An element of a list takes two bytes on the wire and may take hundreds in memory, so a limit of
 //! bytes alone does not limit what a message becomes when it is decoded. Elements are counted as the
 //! bytes pass by, before anything is decoded; nothing is kept but the position.
+//!
+//! A message's bytes are taken from its caller's budget as its length is known, and a message that does
+//! not come whole in time is refused: a body that was begun costs nobody anything for long.
 
 use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
+use quoin_identity::Peer;
+use tokio::time::{Instant, Sleep};
 use tonic::Status;
 use tonic::body::Body;
+
+use super::budgets::{ByteBudget, Reserved};
+
+/// Longest wait for bytes of the budget, and the time between two looks.
+const RESERVE_WITHIN: Duration = Duration::from_secs(5);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 /// Limits of one message.
 #[derive(Clone, Copy, Debug)]
@@ -20,6 +33,38 @@ pub(super) struct Limits {
     pub elements_max: u32,
     /// The same within its replicas and their memberships; 0: these are not looked into.
     pub nested_max: u32,
+    /// More than one only where the call is a stream of them.
+    pub messages_max: u32,
+}
+
+/// The caller's budget, and the time in which a message must have come.
+pub(super) struct Allowance {
+    /// `None`: of callers whose connections and calls bound them enough.
+    pub budget: Option<(ByteBudget, Peer)>,
+    /// From the call's begin to the body's end; of a stream from one message's end to the next one's.
+    pub message_within: Duration,
+}
+
+/// Bytes of the present message, held by its body and until its call is answered.
+#[derive(Clone, Default)]
+pub(super) struct Held(Arc<Mutex<Option<Reserved>>>);
+
+impl Held {
+    fn replace(&self, reserved: Option<Reserved>) {
+        let former = {
+            let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *held, reserved)
+        };
+        drop(former);
+    }
+}
+
+/// A frame that waits until its message's bytes are free.
+struct Waiting {
+    frame: Frame<Bytes>,
+    bytes: u64,
+    until: Instant,
+    next_look: Pin<Box<Sleep>>,
 }
 
 /// `PoolHoldings.replicas`, and the memberships of a `Holding`.
@@ -30,11 +75,48 @@ const MEMBERSHIPS: [u64; 3] = [12, 13, 14];
 pub(super) struct Counted {
     inner: Body,
     scan: Scan,
+    allowance: Allowance,
+    held: Held,
+    waiting: Option<Waiting>,
+    deadline: Pin<Box<Sleep>>,
 }
 
 impl Counted {
-    pub(super) fn over(inner: Body, limits: Limits) -> Body {
-        Body::new(Self { inner, scan: Scan::new(limits) })
+    /// Returns the body, and the bytes that are to be held until the call is answered.
+    pub(super) fn over(inner: Body, limits: Limits, allowance: Allowance) -> (Body, Held) {
+        let held = Held::default();
+        let deadline = Box::pin(tokio::time::sleep(allowance.message_within));
+        let scan = Scan::new(limits);
+        let counted = Self { inner, scan, allowance, held: held.clone(), waiting: None, deadline };
+        (Body::new(counted), held)
+    }
+
+    /// Gives a frame on once the bytes of the message that it begins are taken.
+    fn poll_waiting(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let Some(mut waiting) = self.waiting.take() else { return Poll::Pending };
+        let Some((budget, caller)) = &self.allowance.budget else {
+            return Poll::Ready(Some(Ok(waiting.frame)));
+        };
+        loop {
+            if let Some(reserved) = budget.take(caller, waiting.bytes) {
+                self.held.replace(Some(reserved));
+                return Poll::Ready(Some(Ok(waiting.frame)));
+            }
+            let now = Instant::now();
+            if now >= waiting.until {
+                let text = format!(
+                    "{caller} has too many bytes under way for a message of {}: it sends again once \
+                     others are answered",
+                    waiting.bytes
+                );
+                return Poll::Ready(Some(Err(Status::resource_exhausted(text))));
+            }
+            if waiting.next_look.as_mut().poll(cx).is_pending() {
+                self.waiting = Some(waiting);
+                return Poll::Pending;
+            }
+            waiting.next_look.as_mut().reset(now + LOOK_AGAIN);
+        }
     }
 }
 
@@ -46,18 +128,39 @@ impl http_body::Body for Counted {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if self.waiting.is_some() {
+            return self.poll_waiting(cx);
+        }
+        if self.deadline.as_mut().poll(cx).is_ready() {
+            self.held.replace(None);
+            let within_s = self.allowance.message_within.as_secs();
+            let text = format!("the message did not come whole within {within_s} s");
+            return Poll::Ready(Some(Err(Status::deadline_exceeded(text))));
+        }
         let polled = Pin::new(&mut self.inner).poll_frame(cx);
-        if let Poll::Ready(Some(Ok(frame))) = &polled
-            && let Some(data) = frame.data_ref()
-            && let Err(status) = self.scan.take(data)
-        {
+        let Poll::Ready(Some(Ok(frame))) = polled else { return polled };
+        let Some(data) = frame.data_ref() else { return Poll::Ready(Some(Ok(frame))) };
+        if let Err(status) = self.scan.take(data) {
             return Poll::Ready(Some(Err(status)));
         }
-        polled
+        if self.scan.is_between() && self.scan.limits.messages_max > 1 {
+            let next = Instant::now() + self.allowance.message_within;
+            self.deadline.as_mut().reset(next);
+        }
+        let bytes = std::mem::take(&mut self.scan.begun_bytes);
+        if bytes == 0 || self.allowance.budget.is_none() {
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        // The former message of a stream was taken out of the body before this one is asked for.
+        self.held.replace(None);
+        let until = Instant::now() + RESERVE_WITHIN;
+        let next_look = Box::pin(tokio::time::sleep(LOOK_AGAIN));
+        self.waiting = Some(Waiting { frame, bytes, until, next_look });
+        self.poll_waiting(cx)
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.waiting.is_none() && self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -108,12 +211,20 @@ struct Scan {
     open: Vec<u64>,
     elements: u32,
     nested: u32,
+    messages: u32,
+    /// Bytes of the messages that began since this was taken.
+    begun_bytes: u64,
 }
 
 impl Scan {
+    /// Returns whether the last message is whole, and the next one has not begun.
+    fn is_between(&self) -> bool {
+        self.open.is_empty() && matches!(self.at, At::Header { taken: 0, .. })
+    }
+
     fn new(limits: Limits) -> Self {
         let at = At::Header { taken: 0, length: 0 };
-        Self { limits, at, open: Vec::new(), elements: 0, nested: 0 }
+        Self { limits, at, open: Vec::new(), elements: 0, nested: 0, messages: 0, begun_bytes: 0 }
     }
 
     fn take(&mut self, mut data: &[u8]) -> Result<(), Status> {
@@ -202,6 +313,11 @@ impl Scan {
                 format!("a message of {length} bytes is too large, at most {most} are taken");
             return Err(Status::out_of_range(text));
         }
+        if self.messages == self.limits.messages_max {
+            return Err(Status::invalid_argument("the call takes one message"));
+        }
+        self.messages += 1;
+        self.begun_bytes += u64::from(length);
         (self.elements, self.nested) = (0, 0);
         if length == 0 {
             self.at = At::Header { taken: 0, length: 0 };
@@ -255,7 +371,12 @@ mod tests {
     };
     use tonic::Code;
 
-    const LIMITS: Limits = Limits { message_bytes_max: 1 << 20, elements_max: 10, nested_max: 40 };
+    const LIMITS: Limits = Limits {
+        message_bytes_max: 1 << 20,
+        elements_max: 10,
+        nested_max: 40,
+        messages_max: u32::MAX,
+    };
 
     fn framed(messages: &[Vec<u8>]) -> Vec<u8> {
         let mut bytes = Vec::new();
@@ -300,6 +421,15 @@ mod tests {
             assert_eq!(told(&[holdings(1, 38), holdings(1, 38)]), Ok(()));
             assert_eq!(told(&[holdings(1, 39)]), Err(Code::ResourceExhausted));
         }
+    }
+
+    #[test]
+    fn a_second_message_is_refused_where_the_call_takes_one() {
+        let mut scan = Scan::new(Limits { messages_max: 1, ..LIMITS });
+        scan.take(&framed(&[report(3)])).unwrap();
+        assert!(scan.is_between() && scan.begun_bytes == report(3).len() as u64);
+        let refused = scan.take(&framed(&[report(3)])).unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
     }
 
     #[test]

@@ -10,16 +10,22 @@
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use quoin_identity::{Caller, Role, mark_as_not_ruling, show_term, shown_term};
+use quoin_identity::{
+    Caller, ClockDifference, Connection, Member, Peer, Role, mark_as_not_ruling, show_term,
+    show_time, shown_term,
+};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::codegen::{BoxFuture, Service};
 
 use super::authorize::denied;
-use super::counted::{Counted, Limits};
+use super::budgets::Budgets;
+use super::counted::{Allowance, Counted, Limits};
 use crate::controller::Controller;
+use crate::time::timestamp;
 
 /// The roles that a call is open to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,12 +58,19 @@ impl OpenTo {
     }
 }
 
-const SMALL: Limits = Limits { message_bytes_max: 64 << 10, elements_max: 1024, nested_max: 0 };
-const ASKED: Limits = Limits { message_bytes_max: 1 << 20, elements_max: 16 << 10, nested_max: 0 };
-const TOLD: Limits = Limits { message_bytes_max: 4 << 20, elements_max: 64 << 10, nested_max: 0 };
+const SMALL: Limits =
+    Limits { message_bytes_max: 64 << 10, elements_max: 1024, nested_max: 0, messages_max: 1 };
+const ASKED: Limits =
+    Limits { message_bytes_max: 1 << 20, elements_max: 16 << 10, nested_max: 0, messages_max: 1 };
+const TOLD: Limits =
+    Limits { message_bytes_max: 4 << 20, elements_max: 64 << 10, nested_max: 0, messages_max: 1 };
 /// Pieces with the records that pools keep. Each replica in them has lists of its own.
-const HELD: Limits =
-    Limits { message_bytes_max: 16 << 20, elements_max: 4 << 10, nested_max: 512 << 10 };
+const HELD: Limits = Limits {
+    message_bytes_max: 16 << 20,
+    elements_max: 4 << 10,
+    nested_max: 512 << 10,
+    messages_max: u32::MAX,
+};
 
 /// The largest message of all, which the services themselves are given as their limit.
 pub(super) const MESSAGE_BYTES_MAX: usize = HELD.message_bytes_max;
@@ -141,11 +154,67 @@ fn call(path: &str) -> Option<(OpenTo, Limits)> {
     CALLS.iter().find(|(name, ..)| *name == call).map(|(_, open_to, limits)| (*open_to, *limits))
 }
 
+/// The one call of a member whose certificate is not valid yet.
+const RENEWAL: &str = "/quoin.control.v1.Join/Renew";
+
+fn early(member: &Member) -> Status {
+    let seconds = |time: SystemTime| {
+        timestamp(
+            time.duration_since(UNIX_EPOCH)
+                .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX)),
+        )
+    };
+    let (now, from) = (SystemTime::now(), member.valid_from.unwrap_or(UNIX_EPOCH));
+    Status::unauthenticated(format!(
+        "the certificate of {} is not valid before {}, and by the controller's clock it is {}: it \
+         renews it by itself; where this stays, check the clocks of both hosts",
+        member.peer,
+        seconds(from),
+        seconds(now)
+    ))
+}
+
 /// Stands in front of all services of a port.
 #[derive(Clone)]
 pub(crate) struct Gate<S> {
     pub controller: Arc<Controller>,
+    pub budgets: Budgets,
     pub inner: S,
+}
+
+/// Time in which a message comes whole, of a member and of a caller without a certificate.
+const MESSAGE_WITHIN: Duration = Duration::from_secs(30);
+const NEWCOMERS_MESSAGE_WITHIN: Duration = Duration::from_secs(10);
+
+/// The place of a call among those that are not answered yet.
+enum Place {
+    Local,
+    Newcomer { _call: tokio::sync::OwnedSemaphorePermit },
+    Member { _call: quoin_identity::Slot<Peer> },
+}
+
+fn place(
+    budgets: &Budgets,
+    caller: &Caller,
+    connection: Option<&Connection>,
+) -> Result<Place, Status> {
+    match (caller, connection) {
+        (Caller::Local, _) => Ok(Place::Local),
+        (Caller::Member(member), _) => match budgets.calls.take(member.peer.clone()) {
+            Ok(call) => Ok(Place::Member { _call: call }),
+            Err(_) => Err(Status::resource_exhausted(format!(
+                "{} has too many calls under way: it calls again once others are answered",
+                member.peer
+            ))),
+        },
+        (Caller::Newcomer, connection) => {
+            let call = connection.and_then(Connection::begin_call);
+            let call = call.map(|call| Place::Newcomer { _call: call });
+            call.ok_or_else(|| {
+                Status::resource_exhausted("without a certificate, one call after the other")
+            })
+        }
+    }
 }
 
 impl<S> Service<Request<Body>> for Gate<S>
@@ -166,16 +235,49 @@ where
         let next = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, next);
         let controller = self.controller.clone();
+        let budgets = self.budgets.clone();
         // A request of which no transport has said whose it is comes from nobody.
-        let caller = request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer);
+        let connection = request.extensions().get::<Connection>().cloned();
+        let caller = match &connection {
+            Some(connection) => connection.caller.clone(),
+            None => request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer),
+        };
+        let mut request = request;
+        request.extensions_mut().insert(caller.clone());
         let path = request.uri().path().to_owned();
         let heard = shown_term(request.headers());
+        let clock = ClockDifference::shown(request.headers());
         Box::pin(async move {
-            let mut answer = match let_through(&controller, &caller, &heard, &path).await {
-                Ok(limits) => inner.call(request.map(|body| Counted::over(body, limits))).await?,
+            // Until the answer: so long a call takes its place, and its message its bytes.
+            let placed = place(&budgets, &caller, connection.as_ref());
+            let let_in = match &placed {
+                Ok(_) => let_through(&controller, &caller, &heard, &path).await,
+                Err(status) => Err(status.clone()),
+            };
+            let mut answer = match let_in {
+                Ok(limits) => {
+                    if let (Caller::Member(member), Some(clock)) = (&caller, clock) {
+                        controller.membership.clocks.heard(&member.peer, clock);
+                    }
+                    let allowance = match &caller {
+                        Caller::Member(member) => Allowance {
+                            budget: Some((budgets.bytes.clone(), member.peer.clone())),
+                            message_within: MESSAGE_WITHIN,
+                        },
+                        Caller::Local => Allowance { budget: None, message_within: MESSAGE_WITHIN },
+                        Caller::Newcomer => {
+                            Allowance { budget: None, message_within: NEWCOMERS_MESSAGE_WITHIN }
+                        }
+                    };
+                    let (head, body) = request.into_parts();
+                    let (body, _held) = Counted::over(body, limits, allowance);
+                    inner.call(Request::from_parts(head, body)).await?
+                }
                 // The body is dropped unread, which tells the peer to stop sending it.
                 Err(status) => status.into_http(),
             };
+            drop(placed);
+            show_time(answer.headers_mut());
             show_term(answer.headers_mut(), &controller.membership.terms.proof());
             if !controller.membership.terms.claims() {
                 mark_as_not_ruling(answer.headers_mut());
@@ -200,6 +302,9 @@ async fn let_through(
         return Err(Status::unimplemented(format!("{shown} is no call of this version")));
     };
     if let Caller::Member(member) = caller {
+        if member.is_early() && path != RENEWAL {
+            return Err(early(member));
+        }
         controller.membership.admission.admit(member).await?;
         controller.membership.terms.hear(term, &member.peer).await?;
     }

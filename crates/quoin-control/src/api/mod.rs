@@ -16,7 +16,7 @@
 //! | Join.Renew | – | yes | yes | yes | – |
 //!
 //! Roles are held against paths before a body is read ([`gate`]), and bodies against limits while
-//! they come in ([`counted`]). A certificate whose holder was removed, or whose name belongs to another
+//! they come in ([`counted`]), with a budget for each caller and for all ([`budgets`]). A certificate whose holder was removed, or whose name belongs to another
 //! key, is worth as much as none.
 //!
 //! Without leave to manage volumes, which comes with its join token or from an admin, a node sees
@@ -25,6 +25,7 @@
 mod agent;
 pub(crate) mod assignments;
 mod authorize;
+mod budgets;
 mod cluster;
 mod counted;
 mod gate;
@@ -42,6 +43,7 @@ use tonic::service::Routes;
 
 use crate::controller::Controller;
 
+pub(crate) use budgets::Budgets;
 pub(crate) use gate::Gate;
 
 /// State that all services share.

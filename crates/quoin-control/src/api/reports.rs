@@ -1,6 +1,7 @@
 //! Reports of agents: hostile until checked, bounded, and never a command.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 
 use quoin_api::control::{
@@ -22,6 +23,7 @@ use crate::state::observed::{
 use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 use crate::state::{State, about};
 use crate::status::health::Conditions;
+use crate::text::{is_control, plain};
 use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
@@ -37,11 +39,34 @@ const TOPOLOGY_MAX: usize = 64;
 /// Reason of the event of a block without any good copy.
 const BLOCK_LOST: &str = "BlockLost";
 
+/// Checks a word that is kept and shown as it is.
 pub(crate) fn short(field: &'static str, text: &str) -> Result<(), Error> {
     if text.len() > TEXT_BYTES_MAX {
         return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
     }
+    if text.chars().any(is_control) {
+        return Err(Error::invalid(field, "no control characters, such as an end of a line"));
+    }
     Ok(())
+}
+
+/// Returns a sentence as it is kept: of one line, since an error of a disk may have several.
+pub(crate) fn sentence(field: &'static str, text: &str) -> Result<String, Error> {
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
+    }
+    Ok(plain(text))
+}
+
+/// Checks an address: nothing, or a host's name or IP address, with or without a port.
+fn address(field: &'static str, text: &str) -> Result<(), Error> {
+    match text.is_empty() || is_address(text) {
+        true => Ok(()),
+        false => Err(Error::invalid(
+            field,
+            "the name or IP address of a host, with or without a port (HOST, HOST:PORT)",
+        )),
+    }
 }
 
 fn topology(given: &HashMap<String, String>) -> Result<BTreeMap<String, String>, Error> {
@@ -103,9 +128,9 @@ impl Reports {
         quoin_identity::check_name("pool", &report.pool)?;
         quoin_identity::check_name("node", &report.node)?;
         short("pool_id", &report.pool_id)?;
-        short("address", &report.address)?;
-        short("error", &report.error)?;
-        short("warning", &report.warning)?;
+        address("address", &report.address)?;
+        let error = sentence("error", &report.error)?;
+        let warning = sentence("warning", &report.warning)?;
         if report.replicas.len() + report.removed.len() > REPLICAS_MAX {
             return Err(Error::invalid("replicas", format!("at most {REPLICAS_MAX}")));
         }
@@ -121,9 +146,11 @@ impl Reports {
         });
         let back = self.absence.ends("pool", &report.pool);
         let named: Vec<ReplicaGuid> = replicas.keys().copied().collect();
-        let (taken, differing) = self.pool_seen(report, replicas, &removed);
+        let (taken, differing) = self.pool_seen(report, replicas, &removed, [error, warning]);
         if back && !report.leaving && report.error.is_empty() {
-            self.state.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
+            let by = reporter(&about);
+            let told = "it reports again";
+            self.state.events.record_of(&by, Severity::Normal, about, "PoolOnline", told);
         }
         if let Some(wear) = report.wear {
             self.dying.judge(&report.pool, wear).await?;
@@ -154,6 +181,7 @@ impl Reports {
         report: &PoolReport,
         listed: HashMap<ReplicaGuid, ReplicaSeen>,
         removed: &[ReplicaGuid],
+        [error, warning]: [String; 2],
     ) -> (u64, Option<HashSet<VolumeId>>) {
         let mut observed = self.state.observed();
         let was_online =
@@ -164,8 +192,8 @@ impl Reports {
         let mut seen = PoolSeen {
             last: Instant::now(),
             leaving: report.leaving,
-            error: report.error.clone(),
-            warning: report.warning.clone(),
+            error,
+            warning,
             ring_full: report.ring_full,
             capacity_bytes: report.capacity_bytes,
             used_bytes: report.used_bytes,
@@ -290,7 +318,8 @@ impl Reports {
         if let Some((_, Some((reason, message)))) =
             self.state.pools.update(&report.pool, change).await?
         {
-            self.state.events.record(Severity::Error, about, reason, message);
+            let by = reporter(&about);
+            self.state.events.record_of(&by, Severity::Error, about, reason, message);
         }
         Ok(())
     }
@@ -298,7 +327,7 @@ impl Reports {
     /// Takes a node's report in; the answer names its devices whose volumes others have used since.
     pub async fn node(&self, report: &NodeReport) -> Result<Vec<api::ServedElsewhere>, Error> {
         quoin_identity::check_name("node", &report.node)?;
-        short("address", &report.address)?;
+        address("address", &report.address)?;
         short("version", &report.version)?;
         let record = NodeRecord {
             name: report.node.clone(),
@@ -334,7 +363,7 @@ impl Reports {
         report: &api::TargetReport,
     ) -> Result<Vec<api::ServedElsewhere>, Error> {
         quoin_identity::check_name("node", &report.node)?;
-        short("address", &report.address)?;
+        address("address", &report.address)?;
         short("version", &report.version)?;
         let record = NodeRecord {
             name: report.node.clone(),
@@ -415,7 +444,9 @@ impl Reports {
             self.state.look_at(&self.state.volumes_of_node(&about.name));
         }
         if back && !leaving {
-            self.state.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
+            let by = reporter(&about);
+            let told = "it reports again";
+            self.state.events.record_of(&by, Severity::Normal, about, "NodeOnline", told);
         }
         Ok(self.devices.announce(&node))
     }
@@ -425,9 +456,9 @@ impl Reports {
         let volume: VolumeId = id("volume_id", &report.volume_id)?;
         quoin_identity::check_name("node", &report.node)?;
         short("state", &report.state)?;
-        short("waiting_for", &report.waiting_for)?;
+        let waiting_for = sentence("waiting_for", &report.waiting_for)?;
         short("device", &report.device)?;
-        short("device_message", &report.device_message)?;
+        let device_message = sentence("device_message", &report.device_message)?;
         short("waiting_kind", &report.waiting_kind)?;
         self.state.check_ruling()?;
         let record = self
@@ -460,7 +491,7 @@ impl Reports {
         let goes_by = report.goes_by.as_ref().map(goes_by).transpose()?;
         let progress = |progress: &api::ReplicaProgress| {
             let seen = Progress {
-                state: progress.state.chars().take(32).collect(),
+                state: plain(&progress.state).chars().take(32).collect(),
                 applied_lsn: progress.applied_lsn,
                 rebuilt_bytes: progress.rebuilt_bytes,
                 rebuild_total_bytes: progress.rebuild_total_bytes,
@@ -473,7 +504,7 @@ impl Reports {
             node: report.node.clone(),
             epoch: report.epoch,
             state: report.state.clone(),
-            waiting_for: report.waiting_for.clone(),
+            waiting_for,
             nbd_uri: report.nbd_uri.clone(),
             membership_version: report.membership_version,
             replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
@@ -485,7 +516,7 @@ impl Reports {
             goes_by,
             device: DeviceMade {
                 path: report.device.clone(),
-                message: report.device_message.clone(),
+                message: device_message,
                 refused: report.device_refused,
             },
             options_version: report.options_version,
@@ -494,7 +525,8 @@ impl Reports {
         let confirms = (report.epoch, report.membership_version)
             == (record.opened.epoch, record.membership.version)
             && report.state == "serving";
-        self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
+        let by = format!("node/{}", report.node);
+        self.agent_events_of(&by, &report.events, &about(&record), |volume| volume.id == record.id);
         let is_lost = |event: &api::AgentEvent| {
             event.reason == BLOCK_LOST && event.volume_id == report.volume_id
         };
@@ -531,6 +563,16 @@ impl Reports {
     fn agent_events(
         &self,
         events: &[api::AgentEvent],
+        about: &Object,
+        concerns: impl Fn(&VolumeRecord) -> bool,
+    ) {
+        self.agent_events_of(&reporter(about), events, about, concerns);
+    }
+
+    fn agent_events_of(
+        &self,
+        by: &str,
+        events: &[api::AgentEvent],
         reporter: &Object,
         concerns: impl Fn(&VolumeRecord) -> bool,
     ) {
@@ -556,7 +598,7 @@ impl Reports {
                 }
                 severity => severity,
             };
-            self.state.events.record(severity, object, &reason, message);
+            self.state.events.record_told(by, severity, object, &reason, message);
         }
     }
 
@@ -589,7 +631,8 @@ impl Reports {
                  (`quoin controller recover --dry-run` says what it is)"
             );
             let about = Object::new("replica", guid, pool);
-            self.state.events.record(Severity::Warning, about, "ReplicaUnknown", message);
+            let by = format!("pool/{pool}");
+            self.state.events.record_told(&by, Severity::Warning, about, "ReplicaUnknown", message);
         }
     }
 
@@ -599,11 +642,14 @@ impl Reports {
         {
             let mut observed = self.state.observed();
             let Some(seen) = observed.pools.get(pool) else { return };
-            let ahead = |volume: &VolumeId, epoch| {
-                self.state.volumes.get(&volume.to_string()).filter(|v| v.epoch() < epoch)
-            };
-            let found = named.iter().filter_map(|guid| seen.replicas.get(guid));
-            let found: Vec<_> = found.filter_map(|r| ahead(&r.volume, r.position.epoch)).collect();
+            let found = named.iter().filter_map(|guid| seen.replicas.get_key_value(guid));
+            let found: Vec<_> = found
+                .filter_map(|(guid, replica)| {
+                    let volume = self.state.volumes.get(&replica.volume.to_string())?;
+                    let is_ahead = volume.epoch() < replica.position.epoch;
+                    (is_ahead && has_replica(&volume, pool, *guid)).then_some(volume)
+                })
+                .collect();
             for volume in found {
                 if observed.behind.insert(volume.id.0) {
                     behind.push(volume);
@@ -617,6 +663,19 @@ impl Reports {
             self.state.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
         }
     }
+}
+
+/// Name under which a member's events are counted.
+fn reporter(about: &Object) -> String {
+    format!("{}/{}", about.kind, about.name)
+}
+
+/// Returns whether the record has this replica in this pool, now or until it is deleted there. A pool's
+/// word about any other says nothing of the volume.
+fn has_replica(volume: &VolumeRecord, pool: &str, guid: ReplicaGuid) -> bool {
+    let mut held = volume.replicas.iter().map(|replica| (replica.guid.0, &replica.pool));
+    let mut gone = volume.discarded.iter().map(|gone| (gone.guid.0, &gone.pool));
+    held.any(|of| of == (guid, &pool.to_owned())) || gone.any(|of| of == (guid, &pool.to_owned()))
 }
 
 /// The pools of the replicas to which a target has a connection.
@@ -691,6 +750,21 @@ fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
+/// Returns true if the text is a host's name or IP address, with or without a port.
+pub(crate) fn is_address(text: &str) -> bool {
+    const NAME_BYTES_MAX: usize = 253;
+    if text.parse::<IpAddr>().is_ok() || text.parse::<SocketAddr>().is_ok() {
+        return true;
+    }
+    let (host, port) = text.rsplit_once(':').map_or((text, None), |(h, p)| (h, Some(p)));
+    let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port != 0);
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=NAME_BYTES_MAX).contains(&host.len())
+        && host.bytes().all(is_plain)
+        && host.bytes().any(|byte| byte.is_ascii_alphanumeric())
+        && port.is_none_or(is_port)
+}
+
 /// Returns true if the text is a host and a port.
 fn is_host_port(text: &str) -> bool {
     let parts = text.rsplit_once(':');
@@ -724,4 +798,34 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         },
     };
     Ok((id("guid", &report.guid)?, seen))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_a_host_with_or_without_a_port_and_no_other_text() {
+        for text in ["10.0.0.2", "10.0.0.2:7401", "h3", "h3.example.org:1", "::1", "[fd00::1]:7401"]
+        {
+            assert!(is_address(text) && address("address", text).is_ok(), "{text}");
+        }
+        assert!(address("address", "").is_ok(), "not known yet");
+        let long = "h".repeat(254);
+        for text in ["a\u{1b}[2J", "a b", "h3:0", "h3:70000", "h3:", ":1", "-.", "ä", "h3\n", &long]
+        {
+            assert!(address("address", text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn words_with_control_characters_are_refused_and_sentences_become_one_line() {
+        assert!(short("version", "0.1.0").is_ok());
+        for text in ["0.1\n", "\u{1b}[2J", "\u{9b}", "\u{202e}x"] {
+            let refused = short("version", text).unwrap_err().to_string();
+            assert!(refused.contains("version") && refused.contains("control"), "{refused}");
+        }
+        assert_eq!(sentence("error", "disk:\nbad").unwrap(), "disk:\\nbad");
+        assert!(sentence("error", &"x".repeat(TEXT_BYTES_MAX + 1)).is_err());
+    }
 }

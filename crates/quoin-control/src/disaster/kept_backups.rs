@@ -19,9 +19,12 @@ pub fn file_of(directory: &Path, seconds: i64) -> PathBuf {
 }
 
 /// File of a backup that is made now: the first free name from `seconds` on, since an operator and
-/// the controller may both write a backup within the same second.
+/// the controller may both write a backup within the same second. It sorts behind all that are there,
+/// also where one was made by a clock that was ahead: the last name is the newest backup, always.
 pub fn new_file(directory: &Path, seconds: i64) -> PathBuf {
-    let mut files = (seconds..).map(|time| file_of(directory, time));
+    let newest = newest(directory).ok().flatten().unwrap_or(i64::MIN);
+    let from = seconds.max(newest.saturating_add(1));
+    let mut files = (from..).map(|time| file_of(directory, time));
     files.find(|file| !file.exists()).unwrap_or_else(|| file_of(directory, seconds))
 }
 
@@ -125,6 +128,23 @@ mod tests {
         assert_eq!(rotate(path, 2).unwrap(), Vec::<PathBuf>::new());
         assert!(backups[3..].iter().all(|backup| backup.exists()));
         assert!(foreign.iter().all(|name| path.join(name).exists()));
+    }
+
+    #[test]
+    fn a_backup_made_after_one_of_a_clock_that_was_ahead_is_the_last_by_name_and_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let (now, ahead) = (1_700_000_000, 1_700_000_000 + 25 * 86_400);
+        std::fs::write(file_of(path, ahead), "x").unwrap();
+        for n in 1..4 {
+            let file = new_file(path, now + n);
+            std::fs::write(&file, "x").unwrap();
+            assert_eq!(newest(path).unwrap(), Some(ahead + n));
+            rotate(path, 2).unwrap();
+            assert!(file.exists());
+        }
+        // As the clock comes to that time, names are those of the time again.
+        assert_eq!(new_file(path, ahead + 86_400), file_of(path, ahead + 86_400));
     }
 
     #[test]

@@ -100,7 +100,9 @@ impl BackupSchedule {
         record.is_scheduled.store(true, Ordering::Relaxed);
         // A directory that is not there yet has none; one that cannot be read is told below.
         let newest = kept_backups::newest(&self.into).ok().flatten();
-        record.last_seconds.store(newest.unwrap_or(0), Ordering::Relaxed);
+        // One of a time that lies ahead would hide for as long that no other is made.
+        let last = newest.filter(|newest| *newest <= now_seconds()).unwrap_or(0);
+        record.last_seconds.store(last, Ordering::Relaxed);
         let mut wait = self.wait(newest, now_seconds());
         let mut has_failed = false;
         loop {

@@ -20,7 +20,7 @@ use crate::membership::admission::Admission;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
-use crate::time::now_ms;
+use crate::time::{is_ahead, now_ms};
 use crate::volume::fencing::Fences;
 
 /// Lifetime of a token where none is asked, and the longest.
@@ -106,7 +106,7 @@ impl Members {
     pub fn join_tokens(&self) -> Vec<Arc<TokenRecord>> {
         let now = now_ms();
         let mut tokens = self.state.joined.tokens.list();
-        tokens.retain(|token| token.expires_ms > now && !self.is_doubted(token));
+        tokens.retain(|token| token.is_good(now) && !self.is_doubted(token));
         tokens
     }
 
@@ -127,7 +127,7 @@ impl Members {
             self.state.joined.tokens.list().iter().filter(|token| token.created_ms < since_ms)
         {
             self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
-            ended += u32::from(token.used_by.is_none() && token.expires_ms > now_ms());
+            ended += u32::from(token.used_by.is_none() && token.is_good(now_ms()));
         }
         if ended > 0 {
             let message = format!(
@@ -184,7 +184,7 @@ impl Members {
         let key_hash = key_hash_of_request(csr_der)?;
         let user = (format!("{role}/{holder}"), key_hash.clone());
         let check = |record: &TokenRecord| {
-            if record.expires_ms <= now_ms() || self.is_doubted(record) {
+            if !record.is_good(now_ms()) || self.is_doubted(record) {
                 return Err(refused());
             }
             if record.used_by.as_ref().is_some_and(|by| *by != user) {
@@ -296,8 +296,26 @@ impl Members {
             let message = "the former authority is trusted no more";
             self.state.events.record(Severity::Normal, cluster(), "AuthorityRetired", message);
         }
-        if self.state.identity.renew_at() <= std::time::SystemTime::now() {
+        // Every token of this time would be of before a doubt that lies ahead.
+        let since = |record: &RecoveryRecord| is_ahead(record.since_ms, now_ms());
+        if self.state.term.recovery.get(RecoveryRecord::NAME).is_some_and(|record| since(&record)) {
+            let correct = |record: &mut RecoveryRecord| {
+                if since(record) {
+                    record.since_ms = now_ms();
+                }
+                Ok(())
+            };
+            self.state.term.recovery.update(RecoveryRecord::NAME, correct).await?;
+        }
+        if self.state.identity.is_due() {
+            let why = self.state.identity.not_valid_yet();
             self.renew_own()?;
+            if let Some(why) = why {
+                let message = format!(
+                    "the controller's own certificate was made by a clock that was ahead, and is made                      again: {why}. Members whose certificate is of that time get another by themselves"
+                );
+                self.state.events.record(Severity::Warning, cluster(), "ClockWasAhead", message);
+            }
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Members of the cluster: join tokens, certificates, keys, removals, and the controller's term.
 
 pub(crate) mod admission;
+pub(crate) mod clocks;
 pub(crate) mod members;
 pub(crate) mod removal;
 pub(crate) mod term;
@@ -16,6 +17,7 @@ use crate::state::State;
 pub struct Parts {
     pub terms: Arc<term::Terms>,
     pub admission: Arc<admission::Admission>,
+    pub clocks: Arc<clocks::Clocks>,
     pub members: Arc<members::Members>,
 }
 
@@ -24,7 +26,8 @@ impl Parts {
         let admission = Arc::new(admission::Admission::new(state.clone()));
         let members = members::Members::new(state.clone(), authority, admission.clone());
         let (terms, members) = (Arc::new(term::Terms::new(state.clone())), Arc::new(members));
-        Self { terms, admission, members }
+        let clocks = Arc::new(clocks::Clocks::new(state.clone()));
+        Self { terms, admission, clocks, members }
     }
 
     /// Removals, which also end the work on what is removed.

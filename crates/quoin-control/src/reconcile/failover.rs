@@ -10,7 +10,7 @@ use crate::Error;
 use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
-use crate::volume::hearing::check_silent;
+use crate::volume::hearing::{self, check_silent};
 use crate::volume::replay;
 
 /// Moves targets away from nodes that are lost.
@@ -76,9 +76,10 @@ impl Failover {
             crate::status::opening_begins(&self.state, volume.id.0);
             let message = format!(
                 "from node {node}, of which nobody has heard for {} s, to node {next}",
-                silence.as_secs()
+                silence.lasts.as_secs()
             );
             self.state.events.record(Severity::Warning, about(&volume), "TargetMoved", message);
+            hearing::tell_dissent(&self.state, &volume, node, &silence);
         }
         Ok(())
     }

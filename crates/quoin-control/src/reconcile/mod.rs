@@ -22,6 +22,7 @@ pub(crate) mod balance;
 pub(crate) mod cordon;
 pub mod dying;
 pub(crate) mod failover;
+pub(crate) mod forming;
 pub(crate) mod heal;
 pub(crate) mod lifecycle;
 pub(crate) mod queue;
@@ -111,6 +112,7 @@ pub(crate) fn queue_of_volumes(state: &State, pause: Duration) -> Arc<Queue<Volu
 pub struct Parts {
     pub lifecycle: Arc<lifecycle::Lifecycle>,
     pub healer: Arc<heal::Healer>,
+    pub forming: Arc<forming::Forming>,
     pub balancer: Arc<rebalance::Balancer>,
     pub tender: Arc<tending::Tender>,
     pub cordons: cordon::Cordons,
@@ -130,6 +132,7 @@ impl Parts {
             lifecycle::Lifecycle::new(state.clone(), verifier.clone(), conditions.clone());
         Self {
             lifecycle: Arc::new(lifecycle),
+            forming: Arc::new(forming::Forming::new(state.clone())),
             conditions,
             tender: Arc::new(tending::Tender::new(state.clone(), verifier.clone())),
             cordons: cordon::Cordons::new(state.clone(), healer.clone(), dying.clone()),
@@ -153,6 +156,7 @@ impl Parts {
         let mut tasks = JoinSet::new();
         let evening = Arc::new(rebalance::Evening::new(self.balancer.clone(), self.healer.clone()));
         tasks.spawn(work(self.lifecycle.clone()));
+        tasks.spawn(work(self.forming.clone()));
         tasks.spawn(work(self.healer.clone()));
         tasks.spawn(work(self.tender.clone()));
         tasks.spawn(work(evening));
@@ -160,6 +164,7 @@ impl Parts {
         // Work that the last process left over comes first.
         for volume in state.volumes.list() {
             self.lifecycle.queue().add(volume.id.0, Duration::ZERO);
+            self.forming.queue().add(volume.id.0, Duration::ZERO);
             state.look_at(&[volume]);
         }
         tasks

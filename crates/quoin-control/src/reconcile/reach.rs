@@ -15,6 +15,7 @@ use quoin_identity::{Expected, Role};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
+use crate::api::reports::is_address;
 use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
@@ -163,11 +164,22 @@ fn misleading(address: &str, has_other_hosts: bool) -> Option<String> {
         .then(|| format!("that is loopback, and the cluster has several hosts; {way_out}"))
 }
 
+fn has_several_hosts(is_elsewhere: impl Iterator<Item = bool>) -> bool {
+    let (mut elsewhere, mut on_loopback) = (0, 0);
+    is_elsewhere.for_each(|is| if is { elsewhere += 1 } else { on_loopback += 1 });
+    elsewhere > on_loopback
+}
+
+/// Returns true if other hosts may reach something there. What is no address at all, as a member may
+/// tell, says nothing of where other members are.
 fn is_of_a_host(address: &str) -> bool {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']']);
     let is_loopback =
         host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified());
-    !host.is_empty() && !is_loopback && host != "localhost"
+    let is_in_a_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-.".contains(&byte);
+    let is_name = host.len() <= 253 && host.bytes().all(is_in_a_name);
+    let is_host = is_name || host.parse::<IpAddr>().is_ok();
+    !host.is_empty() && is_host && !is_loopback && host != "localhost"
 }
 
 /// Dials the pools, each from time to time.
@@ -233,13 +245,14 @@ impl Dialler {
         };
         let known = self.state.pools.get(pool);
         let about = Object::new("pool", known.map_or(String::new(), |p| p.pool_id.clone()), pool);
+        let by = format!("pool/{pool}");
         match turn {
             Some(Turn::Reached) => {
                 let message = format!("at {address}");
-                self.state.events.record(Severity::Normal, about, "PoolReached", message);
+                self.state.events.record_of(&by, Severity::Normal, about, "PoolReached", message);
             }
             Some(Turn::Unreachable(why)) => {
-                self.state.events.record(Severity::Warning, about, "PoolUnreachable", why);
+                self.state.events.record_of(&by, Severity::Warning, about, "PoolUnreachable", why);
             }
             None => {}
         }
@@ -255,7 +268,8 @@ impl Dialler {
         }
     }
 
-    /// Returns true if some member is on another host than the pool.
+    /// Returns true if members are on other hosts than the pool: more of them than of those that are on
+    /// loopback too, so that the word of one odd member puts no pool out of reach.
     fn has_hosts_beside(&self, pool: &str) -> bool {
         let Some(own) = self.state.pools.get(pool).map(|pool| pool.node.clone()) else {
             return false;
@@ -264,7 +278,14 @@ impl Dialler {
         let nodes = self.state.nodes.list();
         let of_pools = pools.iter().map(|pool| (pool.node.as_str(), pool.address.as_str()));
         let of_nodes = nodes.iter().map(|node| (node.name.as_str(), node.address.as_str()));
-        of_pools.chain(of_nodes).any(|(node, address)| node != own && is_of_a_host(address))
+        let others = of_pools
+            .chain(of_nodes)
+            .filter(|(node, address)| *node != own && !address.is_empty() && is_address(address));
+        let mut is_elsewhere: HashMap<&str, bool> = HashMap::new();
+        for (node, address) in others {
+            *is_elsewhere.entry(node).or_default() |= is_of_a_host(address);
+        }
+        has_several_hosts(is_elsewhere.values().copied())
     }
 }
 
@@ -327,6 +348,14 @@ mod tests {
     }
 
     #[test]
+    fn one_odd_member_of_a_cluster_on_loopback_makes_it_none_of_several_hosts() {
+        let several = |elsewhere: &[bool]| has_several_hosts(elsewhere.iter().copied());
+        assert!(!several(&[]) && !several(&[false, false]));
+        assert!(!several(&[true, false]) && !several(&[false, true, false]));
+        assert!(several(&[true]) && several(&[true, true, false]));
+    }
+
+    #[test]
     fn a_targets_connection_counts_where_the_controller_is_kept_out() {
         let mut reach = dialling();
         reach.told("a", "h1:7401");
@@ -350,5 +379,9 @@ mod tests {
         assert_eq!(misleading("h1:7401", true), None);
         assert!(is_of_a_host("10.0.0.1:1") && is_of_a_host("h1:1") && is_of_a_host("10.0.0.1"));
         assert!(!is_of_a_host("127.0.0.1:1") && !is_of_a_host("") && !is_of_a_host("[::1]:9"));
+        assert!(is_of_a_host("[2001:db8::1]:9"));
+        for told in ["a\x1b[2J", "a b:1", "h1/x:1", "näme:1"] {
+            assert!(!is_of_a_host(told), "{told:?} would take every loopback pool out of reach");
+        }
     }
 }

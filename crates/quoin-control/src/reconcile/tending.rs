@@ -5,7 +5,12 @@
 //! as long as there is something to do: replicas to add, move, replace or take away, one that lags
 //! to catch up, one that is damaged to be rebuilt. The node becomes the record's owner without an
 //! attachment, and its target lets no client in. Whoever attaches the volume meanwhile takes over
-//! at a higher epoch, or goes on with the same target where it is the same node.
+//! at a higher epoch, or goes on with the same target where it is the same node. What is lent reads: by
+//! its grant the node changes no content, except where the work is a way back to a snapshot
+//! ([`State::is_written`]).
+//!
+//! It also takes back the leave to write of a node that is late with the replay of a journal
+//! ([`replay`]).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,6 +27,7 @@ use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 use crate::status::VolumeStatus;
+use crate::volume::replay::{self, REPLAY_MAX};
 use crate::volume::verification::Verifier;
 
 /// A replica that lags for less may only have been reported at another moment than the others.
@@ -48,6 +54,8 @@ struct Memory {
     /// Since when a volume waits for the node that it was given to, or for the one that it was taken
     /// from.
     opening: HashMap<VolumeId, Instant>,
+    /// Since when a node may write a volume to replay its journal.
+    replaying: HashMap<VolumeId, (String, Instant)>,
 }
 
 #[async_trait]
@@ -93,11 +101,17 @@ impl Tender {
             let mut memory = self.memory();
             memory.lagging.remove(&id);
             memory.opening.remove(&id);
+            memory.replaying.remove(&id);
             return Ok(Next::Rest);
         };
         if !volume.attachments.is_empty() {
-            return self.give_back(&volume, now).await;
+            let replays = self.end_late_replay(&volume, now).await?;
+            return Ok(match self.give_back(&volume, now).await? {
+                Next::Rest if replays => Next::After(LOOK_EVERY),
+                next => next,
+            });
         }
+        self.memory().replaying.remove(&id);
         let status = crate::status::of(&self.state, &volume);
         let work = self.work(&volume, &status, now);
         let next = match volume.opened.owner.is_some() || work.is_some() || self.remembers(id) {
@@ -133,6 +147,50 @@ impl Tender {
             self.state.events.record(Severity::Normal, about(&volume), "VolumeTended", message);
         }
         Ok(Next::After(LOOK_EVERY))
+    }
+
+    /// Ends the leave of a node that replays a journal for too long. Returns true if a node replays it
+    /// still.
+    async fn end_late_replay(&self, volume: &VolumeRecord, now: Instant) -> Result<bool, Error> {
+        let id = volume.id.0;
+        let Some(node) = replay::due(volume) else {
+            self.memory().replaying.remove(&id);
+            return Ok(false);
+        };
+        let since = {
+            let replaying = &mut self.memory().replaying;
+            let known = replaying.get(&id).filter(|(known, _)| known == node);
+            let since = known.map_or(now, |(_, since)| *since);
+            replaying.insert(id, (node.to_owned(), since));
+            since
+        };
+        if now.duration_since(since) < REPLAY_MAX {
+            return Ok(true);
+        }
+        let term = self.state.term();
+        let change = |volume: &mut VolumeRecord| {
+            let had_writers = volume.has_writers();
+            let is_late = replay::end_late(&mut volume.attachments, node);
+            volume.fence_last_writer(had_writers, true, term)?;
+            Ok(is_late)
+        };
+        let (volume, is_late) = match self.state.update_volume(id, change).await {
+            Err(Error::NotFound { .. }) => return Ok(false),
+            other => other?,
+        };
+        if is_late {
+            let next = match replay::due(&volume) {
+                Some(next) => format!("node {next} may now"),
+                None => "detach it there and attach it again for another try".to_owned(),
+            };
+            let message = format!(
+                "node {node} may not write it any more: it has not replayed the journal within {} s; \
+                 {next}",
+                REPLAY_MAX.as_secs()
+            );
+            self.state.events.record(Severity::Warning, about(&volume), "ReplayLate", message);
+        }
+        Ok(replay::due(&volume).is_some())
     }
 
     fn remembers(&self, volume: VolumeId) -> bool {

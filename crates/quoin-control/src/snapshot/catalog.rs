@@ -334,6 +334,7 @@ impl Snapshots {
         max_entries: u32,
         starting_token: &str,
         cut_only: bool,
+        is_seen: impl Fn(&SnapshotRecord) -> bool,
     ) -> Result<(Vec<Arc<SnapshotRecord>>, String), Error> {
         self.state.check_ruling()?;
         let volume = volume.map(|volume| self.volume_id(volume)).transpose()?;
@@ -346,8 +347,9 @@ impl Snapshots {
             0 => usize::MAX,
             n => n as usize,
         };
-        let is_listed =
-            |s: &SnapshotRecord| s.is_listed() && !(cut_only && s.phase == SnapshotPhase::Wished);
+        let is_listed = |s: &SnapshotRecord| {
+            s.is_listed() && !(cut_only && s.phase == SnapshotPhase::Wished) && is_seen(s)
+        };
         let page = |after: &str, count: usize| match volume {
             // The index is in the order of the ids too.
             Some(Some(volume)) => {
@@ -356,7 +358,7 @@ impl Snapshots {
                 rest.take(count).collect()
             }
             Some(None) => Vec::new(),
-            None => self.state.snapshots.records.page_of(after, count, is_listed),
+            None => self.state.snapshots.records.page_of(after, count, &is_listed),
         };
         let listed = page(after, count);
         let last = listed.last().map(|snapshot| snapshot.name()).unwrap_or_default();

@@ -99,9 +99,9 @@ impl Commands {
         Self { state, groups, points }
     }
 
-    /// The stream of a node's target. `knows_points`: the commands of points may be sent.
-    pub fn of_node(&self, node: &str, knows_points: bool) -> CommandStream {
-        self.points.follows(node, knows_points);
+    /// The stream of a node's target.
+    pub fn of_node(&self, node: &str) -> CommandStream {
+        self.points.follows(node);
         CommandStream {
             commands: self.clone(),
             node: node.to_owned(),
@@ -221,11 +221,9 @@ impl Commands {
                 Ok(())
             }
             Some(What::Refused(refused)) => {
-                let why = match refused.reason() {
-                    api::command_refused::Reason::TooManySnapshots => SnapshotOutcome::TooMany,
-                    _ => SnapshotOutcome::Unsupported,
-                };
-                if self.stepped(volume, &outcome.id, PointOutcome::Refused(why)) {
+                let reason = api::command_refused::Reason::TooManySnapshots;
+                let step = PointOutcome::TooManySnapshots;
+                if refused.reason() == reason && self.stepped(volume, &outcome.id, step) {
                     return Ok(());
                 }
                 self.refused(volume, &outcome.id, refused).await
@@ -346,7 +344,10 @@ fn cut(snapshot: &SnapshotRecord, made: &api::SnapshotMade) -> Result<Cut, Error
         seconds_ms.saturating_add(u64::try_from(at.nanos).unwrap_or(0) / 1_000_000)
     });
     // A target that was restarted in between does not know it: then it is that of the wish.
-    let is_told = told_ms > 0 && told_ms <= now_ms().saturating_add(AHEAD_MAX_MS);
+    // It cannot have been cut before it was wished for.
+    let is_told = told_ms >= snapshot.wished_ms.saturating_sub(AHEAD_MAX_MS)
+        && told_ms > 0
+        && told_ms <= now_ms().saturating_add(AHEAD_MAX_MS);
     Ok(Cut {
         lsn: made.lsn,
         epoch: made.epoch.unwrap_or(0),
@@ -484,10 +485,10 @@ mod tests {
         assert!(cut(&record, &made(0, 4096, 1)).is_err());
         assert!(cut(&record, &made(u64::MAX, 4096, 1)).is_err());
         assert!(cut(&record, &made(1, u64::MAX, 1)).is_err());
-        assert_eq!(cut(&record, &made(1, 4096, 1_600_000_000)).unwrap().at_ms, 1_600_000_000_005);
-        for wrong in [i64::MAX, i64::MIN, 0] {
+        assert_eq!(cut(&record, &made(1, 4096, 1_700_000_001)).unwrap().at_ms, 1_700_000_001_005);
+        for wrong in [i64::MAX, i64::MIN, 0, 1_600_000_000] {
             let at = cut(&record, &made(1, 4096, wrong)).unwrap().at_ms;
-            assert!(at == record.wished_ms || at == 5, "{at}");
+            assert_eq!(at, record.wished_ms, "{wrong}");
         }
     }
 

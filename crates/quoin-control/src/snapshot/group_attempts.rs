@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use quoin_replication::group_point::{Broken, PointCut, PointVerdict};
-use quoin_replication::primary::{HOLD_MS_MAX, SnapshotOutcome};
+use quoin_replication::primary::HOLD_MS_MAX;
 use quoin_types::VolumeId;
 use quoin_types::ids::PointId;
 use tokio::time::Instant;
@@ -115,17 +115,8 @@ impl Groups {
             return self.fail(group, Failure::Precondition(why.to_owned())).await;
         }
         for member in &group.members {
-            match self.serves(member.volume.0) {
-                Serves::Yes => {}
-                Serves::NotYet => return Ok(Next::After(WAITS)),
-                Serves::KnowsNoPoints(node) => {
-                    let why = format!(
-                        "volume {:?}: the target of node {node} runs a version without group \
-                         snapshots; update it",
-                        member.volume_name
-                    );
-                    return self.fail(group, Failure::Precondition(why)).await;
-                }
+            if !self.is_served(member.volume.0) {
+                return Ok(Next::After(WAITS));
             }
         }
         let hold_ms = HOLD_MS.saturating_mul(1 << tries.min(8)).min(HOLD_MS_MAX);
@@ -140,10 +131,11 @@ impl Groups {
         Ok(Next::After(LOOK_EVERY))
     }
 
-    fn serves(&self, volume: VolumeId) -> Serves {
+    /// Returns true if the volume's target is ready for a point.
+    fn is_served(&self, volume: VolumeId) -> bool {
         let owner =
             self.state.volumes.get(&volume.to_string()).and_then(|v| v.opened.owner.clone());
-        let Some(node) = owner else { return Serves::NotYet };
+        let Some(node) = owner else { return false };
         let is_serving = {
             let observed = self.state.observed();
             observed
@@ -151,11 +143,7 @@ impl Groups {
                 .get(&volume)
                 .is_some_and(|seen| seen.node == node && seen.state == "serving")
         };
-        match self.points.knows(&node) {
-            Some(false) => Serves::KnowsNoPoints(node),
-            Some(true) if is_serving => Serves::Yes,
-            _ => Serves::NotYet,
-        }
+        is_serving && self.points.is_followed_by(&node)
     }
 
     async fn conclude(&self, group: &GroupRecord, ended: &Ended) -> Result<Next, Error> {
@@ -184,10 +172,9 @@ impl Groups {
         let why = in_words(broken, name);
         if !broken.may_pass() || tries >= TRIES_MAX {
             let failure = match broken {
-                Broken::Refused(volume, SnapshotOutcome::TooMany) => {
+                Broken::TooManySnapshots(volume) => {
                     Failure::Exhausted(too_many(&name(volume)).to_string())
                 }
-                Broken::Refused(..) => Failure::Precondition(format!("{why}; update it")),
                 Broken::GivenUp => Failure::Precondition(
                     "one of its volumes was deleted, or one of its snapshots given up".to_owned(),
                 ),
@@ -250,13 +237,6 @@ impl Groups {
         }
         Ok(Next::Rest)
     }
-}
-
-/// Readiness of a volume's target for a point.
-enum Serves {
-    Yes,
-    NotYet,
-    KnowsNoPoints(String),
 }
 
 fn take_cuts(group: &mut GroupRecord, cuts: &[PointCut], ended: &Ended) -> bool {

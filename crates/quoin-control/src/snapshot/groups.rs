@@ -307,9 +307,15 @@ impl Groups {
     }
 
     /// A page of groups in the order of their ids: those after this id.
-    pub fn list(&self, after: &str, count: usize) -> Result<Vec<Arc<GroupRecord>>, Error> {
+    pub fn list(
+        &self,
+        after: &str,
+        count: usize,
+        is_seen: impl Fn(&GroupRecord) -> bool,
+    ) -> Result<Vec<Arc<GroupRecord>>, Error> {
         self.state.check_ruling()?;
-        Ok(self.state.snapshots.groups.page_of(after, count, GroupRecord::is_listed))
+        let is_listed = |group: &GroupRecord| group.is_listed() && is_seen(group);
+        Ok(self.state.snapshots.groups.page_of(after, count, is_listed))
     }
 
     /// Deletes a group with all its snapshots. One that does not exist is deleted already.

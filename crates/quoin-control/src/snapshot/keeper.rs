@@ -16,7 +16,7 @@ use crate::state::events::Severity;
 use crate::state::records::{Record, VolumePhase, VolumeRecord};
 use crate::state::snapshot_records::SnapshotRecord;
 use crate::state::{State, about};
-use crate::time::now_ms;
+use crate::time::{is_ahead, now_ms};
 
 /// A change of records is looked at after this time.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -109,8 +109,10 @@ impl SnapshotKeeper {
     async fn drop_unused(&self, id: VolumeId) -> Result<(), Error> {
         let tables = &self.state.snapshots;
         let is_unused = |s: &SnapshotRecord| {
-            let age_ms = now_ms().saturating_sub(s.wished_ms);
-            !s.made_for.is_empty() && s.used_by.is_empty() && age_ms > COPY_WITHIN_MS
+            let now_ms = now_ms();
+            let is_old = now_ms.saturating_sub(s.wished_ms) > COPY_WITHIN_MS;
+            let is_over = is_old || is_ahead(s.wished_ms, now_ms);
+            !s.made_for.is_empty() && s.used_by.is_empty() && is_over
         };
         for snapshot in tables.of_volume(id).iter().filter(|s| is_unused(s)) {
             let change =

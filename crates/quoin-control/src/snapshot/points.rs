@@ -3,7 +3,7 @@
 //! All of it is memory of this process. Which snapshots belong to an attempt is recorded before the
 //! first hold, so a controller that starts finds them, deletes them and begins no attempt again.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard};
 
 use quoin_replication::group_point::{Broken, GroupPoint, PointAnswer, PointCommand, PointVerdict};
@@ -18,7 +18,7 @@ pub(crate) struct Points {
     begin: Instant,
     running: Mutex<BTreeMap<GroupId, Running>>,
     /// Nodes whose targets follow their commands, and whether those know points.
-    nodes: Mutex<HashMap<String, bool>>,
+    nodes: Mutex<HashSet<String>>,
 }
 
 struct Running {
@@ -47,7 +47,7 @@ impl Points {
         self.running.lock().expect("no holder of this lock panics")
     }
 
-    fn nodes(&self) -> MutexGuard<'_, HashMap<String, bool>> {
+    fn nodes(&self) -> MutexGuard<'_, HashSet<String>> {
         self.nodes.lock().expect("no holder of this lock panics")
     }
 
@@ -57,13 +57,13 @@ impl Points {
     }
 
     /// A node's target follows its commands from here on.
-    pub fn follows(&self, node: &str, knows_points: bool) {
-        self.nodes().insert(node.to_owned(), knows_points);
+    pub fn follows(&self, node: &str) {
+        self.nodes().insert(node.to_owned());
     }
 
-    /// Returns true if the node's target knows points; `None`: it has not asked for commands yet.
-    pub fn knows(&self, node: &str) -> Option<bool> {
-        self.nodes().get(node).copied()
+    /// Returns true if the node's target has asked for commands.
+    pub fn is_followed_by(&self, node: &str) -> bool {
+        self.nodes().contains(node)
     }
 
     /// Begins an attempt, unless one of its volumes is in another one that is under way.

@@ -47,7 +47,6 @@ fn lists<'a>(
     let mut all = HashSet::new();
     let mut furthest = None::<(&Held, &Vec<FoundSnapshot>)>;
     for held in counting {
-        // A pool of a version that tells none says nothing about them.
         let list = of(held)?;
         all.extend(list.iter().map(|found| found.id));
         if furthest.is_none_or(|(best, _)| held.position > best.position) {

@@ -347,7 +347,7 @@ pub(super) fn open(
     let open = state.snapshots.reverts.indexed(|index| Some(index.open()));
     let here = |revert: &Arc<RevertRecord>| {
         let volume = state.volumes.get(&revert.volume.0.to_string());
-        // A Revert waits while the volume is attached, which records of a former version may say.
+        // A Revert waits while the volume is attached.
         volume.is_some_and(|volume| {
             is_served(&volume)
                 && (!revert.is_under_way()

@@ -20,7 +20,7 @@ use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
-use crate::time::{now_ms, timestamp};
+use crate::time::{is_ahead, now_ms, timestamp};
 use crate::volume::spec;
 
 /// Bounds of an interval and of the time for which snapshots are kept.
@@ -156,7 +156,7 @@ impl Schedules {
             return Ok(Next::After(WAITS));
         }
         if let Some(due_ms) = schedule.due_ms(now_ms)
-            && !self.make(&schedule, due_ms).await?
+            && !self.make(&schedule, due_ms, now_ms).await?
         {
             return Ok(Next::After(LOOK_AGAIN));
         }
@@ -166,7 +166,12 @@ impl Schedules {
     }
 
     /// Carries out a run; false: it is not possible now.
-    async fn make(&self, schedule: &ScheduleRecord, due_ms: u64) -> Result<bool, Error> {
+    async fn make(
+        &self,
+        schedule: &ScheduleRecord,
+        due_ms: u64,
+        now_ms: u64,
+    ) -> Result<bool, Error> {
         let reference = VolumeRef { id: schedule.volume.0.to_string(), name: String::new() };
         let name = snapshot_name(&schedule.name, due_ms);
         match self.snapshots.create_by(Some(&reference), &name, &schedule.name).await {
@@ -182,7 +187,7 @@ impl Schedules {
             Err(error) => return Err(error),
         }
         let ran = |schedule: &mut ScheduleRecord| {
-            schedule.last_ms = schedule.last_ms.max(due_ms);
+            schedule.last_ms = schedule.last_by(now_ms).max(due_ms);
             Ok(())
         };
         self.state.snapshots.schedules.update(&schedule.name, ran).await?;
@@ -214,7 +219,11 @@ fn surplus<'a>(
         .map(AsRef::as_ref)
         .filter(|snapshot| snapshot.phase == SnapshotPhase::Ready)
         .collect();
-    ready.sort_by_key(|snapshot| std::cmp::Reverse((snapshot.cut_ms(), snapshot.id)));
+    // Cut by a clock that was ahead, a snapshot would be newer than all that follow it.
+    ready.sort_by_key(|snapshot| {
+        let cut_ms = snapshot.cut_ms();
+        std::cmp::Reverse((!is_ahead(cut_ms, now_ms), cut_ms, snapshot.id))
+    });
     let is_surplus = |(n, snapshot): &(usize, &SnapshotRecord)| {
         let age_ms = now_ms.saturating_sub(snapshot.cut_ms());
         let too_many = schedule.keep > 0 && *n >= schedule.keep as usize;
@@ -361,6 +370,16 @@ mod tests {
         assert_eq!(going(&of(0, day(1)), day(3)), [1]);
         assert_eq!(going(&of(0, day(1)), day(100)), [1, 2], "the newest one stays");
         assert_eq!(going(&of(2, day(1)), day(4)), [1, 2]);
+    }
+
+    #[test]
+    fn a_snapshot_cut_by_a_clock_that_was_ahead_does_not_push_out_those_that_follow() {
+        let day = |n: u64| n * DAY_MS;
+        let made = [ready(1, day(125)), ready(2, day(126)), ready(3, day(99)), ready(4, day(100))];
+        let schedule = of(2, 0);
+        let going: Vec<u128> =
+            surplus(&schedule, &made, day(100)).iter().map(|s| s.id.0.0).collect();
+        assert_eq!(going, [2, 1], "of four, the two that are new by this clock stay");
     }
 
     #[test]

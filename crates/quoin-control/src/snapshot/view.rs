@@ -9,7 +9,7 @@ use crate::state::State;
 use crate::state::group_records::{GroupPhase, GroupRecord};
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
-use crate::time::{now_ms, timestamp};
+use crate::time::{is_ahead, now_ms, timestamp};
 
 /// The message of a snapshot.
 pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapshot {
@@ -112,14 +112,19 @@ pub(super) fn waiting_for(state: &State, volume: Option<&VolumeRecord>) -> Strin
         };
     };
     match crate::status::waiting_for(state, volume).as_str() {
-        "" => format!("the target of node {node} (one of an older version never answers)"),
+        "" => format!("the target of node {node}"),
         waiting => format!("the target of node {node}: {waiting}"),
     }
 }
 
 fn newest(snapshots: &[Arc<SnapshotRecord>]) -> Option<&Arc<SnapshotRecord>> {
     let ready = snapshots.iter().filter(|s| s.phase == SnapshotPhase::Ready);
-    ready.max_by_key(|snapshot| (snapshot.cut_ms(), snapshot.id))
+    let now_ms = now_ms();
+    // Cut by a clock that was ahead, it would be the newest one for as long.
+    ready.max_by_key(|snapshot| {
+        let cut_ms = snapshot.cut_ms();
+        (!is_ahead(cut_ms, now_ms), cut_ms, snapshot.id)
+    })
 }
 
 fn listed(snapshots: &[Arc<SnapshotRecord>]) -> u32 {

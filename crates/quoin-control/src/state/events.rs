@@ -2,10 +2,14 @@
 //!
 //! Events outlive the controller but do not need a durable commit each: they are written in the
 //! background, so a crash may lose the events of the last second.
+//!
+//! Events that a member tells or causes have a list of their own, of which no member keeps more than its
+//! share: whatever members say, the controller's own events (an admin was removed, a token was made)
+//! stay, and so do those of the other members.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use quoin_api::control as api;
 use tokio::sync::watch;
@@ -13,10 +17,18 @@ use tokio::sync::watch;
 use crate::Error;
 use crate::state::records::{EventRecord, Record, decode, encode};
 use crate::state::store::{Entry, Store, StoreError};
+use crate::text::plain;
 use crate::time::{now_ms, timestamp};
 
-/// Most events kept; the oldest are removed first.
+/// Most events of the controller's own that are kept; the oldest are removed first.
 pub const EVENTS_MAX: usize = 2048;
+/// Most events of members, together. The oldest of the member with the most is removed first.
+pub const MEMBERS_EVENTS_MAX: usize = 1024;
+/// Events that a member tells at a time, and how long one takes to be free again.
+const TOLD_MAX: u32 = 128;
+const TOLD_EVERY: Duration = Duration::from_secs(1);
+/// Members of which is remembered how many they told lately.
+const TELLERS_MAX: usize = 4096;
 const MESSAGE_BYTES_MAX: usize = 1024;
 /// Time within which a repeat counts with the former event.
 const REPEAT: Duration = Duration::from_secs(600);
@@ -62,8 +74,19 @@ impl Object {
     }
 }
 
+/// How many events a member may tell now.
+struct Allowance {
+    left: u32,
+    counted: Instant,
+    /// Some were dropped since it had some left.
+    is_over: bool,
+}
+
 struct Ring {
     events: VecDeque<EventRecord>,
+    /// Members' events of these, and the controller's own under the empty name.
+    by_reporter: HashMap<String, usize>,
+    allowances: HashMap<String, Allowance>,
     next: u64,
     /// Sequences to write, and to delete, at the next flush.
     unwritten: BTreeSet<u64>,
@@ -88,14 +111,65 @@ impl Events {
         let entries = store.list(EventRecord::PREFIX).await?.into_iter();
         let events = entries.map(read).collect::<Result<VecDeque<_>, _>>()?;
         let next = events.back().map_or(0, |event| event.sequence) + 1;
-        let ring = Ring { events, next, unwritten: BTreeSet::new(), unneeded: BTreeSet::new() };
+        let mut ring = Ring {
+            by_reporter: HashMap::new(),
+            allowances: HashMap::new(),
+            events,
+            next,
+            unwritten: BTreeSet::new(),
+            unneeded: BTreeSet::new(),
+        };
+        for event in &ring.events {
+            *ring.by_reporter.entry(event.reporter.clone()).or_default() += 1;
+        }
         let (ring, latest) = (Mutex::new(ring), watch::channel(next - 1).0);
         Ok(Self { ring, store, latest, flushing: tokio::sync::Mutex::new(()) })
     }
 
-    /// Records an event, or counts it with the event that it repeats.
+    /// Records an event of the controller's own, or counts it with the event that it repeats.
     pub fn record(&self, severity: Severity, about: Object, reason: &str, message: impl ToString) {
-        let mut message = message.to_string();
+        self.record_of("", severity, about, reason, message);
+    }
+
+    /// Records what a member tells. Of one that tells too many they are dropped, which is told once.
+    pub fn record_told(
+        &self,
+        reporter: &str,
+        severity: Severity,
+        about: Object,
+        reason: &str,
+        message: impl ToString,
+    ) {
+        let allowed = {
+            let mut ring = self.ring.lock().expect("no holder of this lock panics");
+            ring.allow(reporter, Instant::now())
+        };
+        match allowed {
+            Allowed::Yes => self.record_of(reporter, severity, about, reason, message),
+            Allowed::NoMore => {
+                let message = format!(
+                    "{reporter} tells more events than are taken in (more than {TOLD_MAX} at a time, \
+                     then one a second): some are dropped"
+                );
+                let member = about_reporter(reporter);
+                self.record_of(reporter, Severity::Warning, member, "EventsDropped", message);
+            }
+            Allowed::StillNot => {}
+        }
+    }
+
+    /// Records an event that a member causes by its doings, so that it is counted among its own.
+    pub fn record_of(
+        &self,
+        reporter: &str,
+        severity: Severity,
+        about: Object,
+        reason: &str,
+        message: impl ToString,
+    ) {
+        let mut message = plain(&message.to_string());
+        let reason = &plain(reason);
+        let about = Object { id: plain(&about.id), name: plain(&about.name), ..about };
         if message.len() > MESSAGE_BYTES_MAX {
             let cut = (0..=MESSAGE_BYTES_MAX).rev().find(|at| message.is_char_boundary(*at));
             message.truncate(cut.unwrap_or(0));
@@ -113,13 +187,11 @@ impl Events {
             event.time_ms >= since
                 && event.object_id == about.id
                 && event.object_kind == about.kind
-                && event.reason == reason
+                && event.reason == *reason
+                && event.reporter == reporter
                 && event.message == message
         });
-        let former = same.and_then(|at| ring.events.remove(at));
-        if let Some(former) = &former {
-            ring.forget(former.sequence);
-        }
+        let former = same.and_then(|at| ring.remove(at));
         ring.events.push_back(EventRecord {
             sequence,
             time_ms,
@@ -127,16 +199,14 @@ impl Events {
             object_kind: about.kind.to_owned(),
             object_id: about.id,
             object_name: about.name,
-            reason: reason.to_owned(),
+            reason: reason.clone(),
             message,
             count: former.map_or(1, |former| former.count.saturating_add(1)),
+            reporter: reporter.to_owned(),
         });
+        *ring.by_reporter.entry(reporter.to_owned()).or_default() += 1;
         ring.unwritten.insert(sequence);
-        if ring.events.len() > EVENTS_MAX
-            && let Some(oldest) = ring.events.pop_front()
-        {
-            ring.forget(oldest.sequence);
-        }
+        ring.make_room(reporter.is_empty());
         drop(ring);
         self.latest.send_replace(sequence);
     }
@@ -177,7 +247,82 @@ impl Events {
     }
 }
 
+fn about_reporter(reporter: &str) -> Object {
+    let (kind, name) = reporter.split_once('/').unwrap_or_default();
+    let kind = match kind {
+        "pool" => "pool",
+        "node" => "node",
+        _ => "cluster",
+    };
+    Object::new(kind, name, name)
+}
+
+/// Outcome for an event that a member tells.
+enum Allowed {
+    Yes,
+    /// The first that is dropped.
+    NoMore,
+    StillNot,
+}
+
 impl Ring {
+    fn allow(&mut self, reporter: &str, now: Instant) -> Allowed {
+        if self.allowances.len() >= TELLERS_MAX && !self.allowances.contains_key(reporter) {
+            let whole = TOLD_EVERY * TOLD_MAX;
+            self.allowances.retain(|_, known| now.duration_since(known.counted) < whole);
+        }
+        if self.allowances.len() >= TELLERS_MAX && !self.allowances.contains_key(reporter) {
+            return Allowed::StillNot;
+        }
+        let fresh = Allowance { left: TOLD_MAX, counted: now, is_over: false };
+        let known = self.allowances.entry(reporter.to_owned()).or_insert(fresh);
+        let passed = now.duration_since(known.counted).as_millis() / TOLD_EVERY.as_millis();
+        if passed > 0 {
+            let passed = u32::try_from(passed).unwrap_or(u32::MAX);
+            known.left = known.left.saturating_add(passed).min(TOLD_MAX);
+            known.counted = now;
+        }
+        if known.left > 0 {
+            known.left -= 1;
+            // Told again only after it had been quiet.
+            known.is_over &= known.left < TOLD_MAX / 2;
+            return Allowed::Yes;
+        }
+        match std::mem::replace(&mut known.is_over, true) {
+            false => Allowed::NoMore,
+            true => Allowed::StillNot,
+        }
+    }
+
+    /// Removes the oldest event that is one too many, of the controller's own or of the members'.
+    fn make_room(&mut self, own: bool) {
+        let of_own = self.by_reporter.get("").copied().unwrap_or(0);
+        let victim = if own {
+            (of_own > EVENTS_MAX).then(String::new)
+        } else if self.events.len() - of_own > MEMBERS_EVENTS_MAX {
+            let members = self.by_reporter.iter().filter(|(reporter, _)| !reporter.is_empty());
+            members.max_by_key(|(_, count)| **count).map(|(reporter, _)| reporter.clone())
+        } else {
+            None
+        };
+        let Some(victim) = victim else { return };
+        if let Some(at) = self.events.iter().position(|event| event.reporter == victim) {
+            self.remove(at);
+        }
+    }
+
+    fn remove(&mut self, at: usize) -> Option<EventRecord> {
+        let event = self.events.remove(at)?;
+        if let Some(count) = self.by_reporter.get_mut(&event.reporter) {
+            *count -= 1;
+            if *count == 0 {
+                self.by_reporter.remove(&event.reporter);
+            }
+        }
+        self.forget(event.sequence);
+        Some(event)
+    }
+
     fn forget(&mut self, sequence: u64) {
         self.unwritten.remove(&sequence);
         self.unneeded.insert(sequence);
@@ -262,6 +407,48 @@ mod tests {
         assert_eq!(before.len(), EVENTS_MAX);
         drop(events);
         assert_eq!(open(&dir).await.after(0), before);
+    }
+
+    #[tokio::test]
+    async fn no_member_pushes_out_events_of_the_controller_or_of_other_members() {
+        let dir = tempfile::tempdir().unwrap();
+        let events = open(&dir).await;
+        let node = |n: usize| Object::new("node", n, n);
+        events.record(Severity::Normal, node(0), "AdminRemoved", "admin root");
+        events.record_told("node/n2", Severity::Warning, node(2), "DiskSlow", "of another member");
+        for n in 0..10_000 {
+            events.record_told("node/n4", Severity::Normal, node(4), "Flood", n);
+            events.record_of("pool/p9", Severity::Normal, node(9), "PoolReplaced", n);
+        }
+        let list = events.after(0);
+        let of = |reason: &str| list.iter().filter(|event| event.reason == reason).count();
+        assert_eq!((of("AdminRemoved"), of("DiskSlow"), of("EventsDropped")), (1, 1, 1));
+        // Few are told; the ones that are caused take what the other members leave.
+        assert!(of("Flood") <= TOLD_MAX as usize + 60, "{}", of("Flood"));
+        assert_eq!(list.len(), 1 + MEMBERS_EVENTS_MAX);
+        // The same after a restart.
+        events.flush().await.unwrap();
+        drop(events);
+        let events = open(&dir).await;
+        assert_eq!(events.after(0), list);
+        for n in 0..EVENTS_MAX + 1 {
+            events.record(Severity::Normal, node(0), "Tick", n);
+        }
+        let list = events.after(0);
+        assert_eq!(list.len(), EVENTS_MAX + MEMBERS_EVENTS_MAX);
+        assert!(!list.iter().any(|event| event.reason == "AdminRemoved"), "the oldest of its own");
+    }
+
+    #[tokio::test]
+    async fn text_of_others_is_written_out_where_it_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let events = open(&dir).await;
+        let about = Object::new("node", "a\u{1b}[2J", "n\n4");
+        events.record_told("node/n4", Severity::Normal, about, "R\u{7}", "x\n2026 AdminRemoved");
+        let event = events.after(0).remove(0);
+        let all = [event.object_id, event.object_name, event.reason, event.message].concat();
+        assert!(!all.chars().any(char::is_control), "{all}");
+        assert!(all.contains("x\\n2026"), "{all}");
     }
 
     #[tokio::test]

@@ -12,7 +12,6 @@ use crate::volume::devices::is_zero;
 pub struct Grants {
     /// Left out when the next epoch is given: a record that was made from pools cannot know of
     /// epochs that were given and never shown to a pool.
-    #[serde(default)]
     pub epochs_skipped: u64,
     /// The node that acquired the record's epoch; empty: not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -55,13 +54,32 @@ impl VolumeRecord {
         Ok(())
     }
 
+    /// Returns true if a node that has it may write it at present.
+    pub(crate) fn has_writers(&self) -> bool {
+        self.attachments.iter().any(|attachment| !attachment.writes_nothing())
+    }
+
+    /// Takes back a grant that writes where the volume had writers and has readers alone now: their
+    /// target opens it again, by a grant that reads.
+    pub(crate) fn fence_last_writer(
+        &mut self,
+        had_writers: bool,
+        at_once: bool,
+        term: Term,
+    ) -> Result<(), Error> {
+        match had_writers && !self.has_writers() && !self.attachments.is_empty() {
+            true => self.fence(at_once, term),
+            false => Ok(()),
+        }
+    }
+
     /// Returns true if there is a grant that its holder may still use.
     pub(crate) fn is_granted(&self) -> bool {
         self.grants.fenced < self.opened.epoch
     }
 
-    /// Returns true if this node may hold the current grant. Records of former versions and
-    /// recovered records do not say which node holds the epoch.
+    /// Returns true if this node may hold the current grant. Recovered records do not say which
+    /// node holds the epoch.
     pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
         self.is_granted() && (self.grants.holder.is_empty() || self.grants.holder == node)
     }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::changes::Concerned;
 use crate::state::records::Record;
-use crate::volume::devices::is_zero;
+use crate::time::is_ahead;
 
 /// A join token, known by a hash of its secret.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -19,11 +19,16 @@ pub struct TokenRecord {
     /// answer can get lost.
     pub used_by: Option<(String, String)>,
     /// Its user may manage volumes ([`MemberOfCluster::manages_volumes`]).
-    #[serde(default)]
     pub manages_volumes: bool,
-    /// 0: before this was noted.
-    #[serde(default, skip_serializing_if = "is_zero")]
     pub created_ms: u64,
+}
+
+impl TokenRecord {
+    /// Returns whether its time has begun and is not over. One that was made at a time that lies ahead
+    /// would last for as long as the clock was ahead.
+    pub(crate) fn is_good(&self, now_ms: u64) -> bool {
+        self.expires_ms > now_ms && !is_ahead(self.created_ms, now_ms)
+    }
 }
 
 impl Record for TokenRecord {
@@ -50,16 +55,18 @@ pub struct MemberOfCluster {
     pub next_key_hash: String,
     pub joined_ms: u64,
     /// His certificate lets him do nothing any more; the name is free.
-    #[serde(default)]
     pub removed: bool,
     /// A node that may create, delete and publish any volume, as CSI's controller service does;
-    /// others see what is attached to them. Every node could before this was asked.
-    #[serde(default = "yes")]
+    /// others see what is attached to them.
     pub manages_volumes: bool,
 }
 
-fn yes() -> bool {
-    true
+impl MemberOfCluster {
+    /// Hashes of the keys by which it is known now; empty: its certificates count nowhere.
+    pub fn key_hashes(&self) -> Vec<String> {
+        let keys = [&self.key_hash, &self.next_key_hash].into_iter();
+        keys.filter(|key| !key.is_empty() && !self.removed).cloned().collect()
+    }
 }
 
 impl Record for MemberOfCluster {
@@ -71,5 +78,30 @@ impl Record for MemberOfCluster {
     fn concerned(&self) -> Concerned {
         // A stream ends once its caller is no member any more.
         Concerned::Everybody
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::time::CORRECTION_MS;
+
+    #[test]
+    fn a_token_is_good_from_when_it_was_made_until_it_expires() {
+        let (made, expires) = (1_700_000_000_000, 1_700_000_000_000 + 3_600_000);
+        let token = TokenRecord {
+            secret_hash: "5".repeat(64),
+            role: String::new(),
+            holder: String::new(),
+            expires_ms: expires,
+            used_by: None,
+            manages_volumes: false,
+            created_ms: made,
+        };
+        assert!(token.is_good(made) && token.is_good(expires - 1));
+        assert!(!token.is_good(expires));
+        // A clock is corrected by little; one that was days ahead makes no token that lasts for days.
+        assert!(token.is_good(made - CORRECTION_MS));
+        assert!(!token.is_good(made - CORRECTION_MS - 1) && !token.is_good(made - 25 * 86_400_000));
     }
 }

@@ -201,6 +201,16 @@ impl State {
         self.changes.hurry(volume);
     }
 
+    /// Returns true if the target of a volume has to change its content: for a node that has it for
+    /// writing, or to take it back to a snapshot. A target that is lent for other work reads.
+    pub(crate) fn is_written(&self, volume: &VolumeRecord) -> bool {
+        let reverts = || self.snapshots.reverts.get(&volume.id.0.to_string());
+        match volume.attachments.is_empty() {
+            true => reverts().is_some_and(|revert| revert.is_open()),
+            false => volume.has_writers(),
+        }
+    }
+
     /// Has each volume whose users wait for its target put into a queue.
     pub(crate) fn queue_urgent(&self, queue: impl Fn(VolumeId) + Send + Sync + 'static) {
         self.changes.queue_urgent(queue);

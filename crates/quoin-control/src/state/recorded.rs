@@ -1,5 +1,5 @@
 //! The controller's records as they were recorded: what a later Quoin finds, and what a cluster
-//! that goes back leaves to an earlier one.
+//! that goes back leaves to an earlier one of the same format.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use quoin_recorded::Recorded;
 use quoin_types::ids::{GroupId, SnapshotId};
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::state::group_records::{GroupMember, GroupPhase, GroupRecord};
 use crate::state::records::*;
@@ -110,7 +110,9 @@ pub(crate) fn volume() -> VolumeRecord {
             usage: "mount".into(),
             device: false,
             sharing: Default::default(),
-            replay: Default::default(), client: 0 }],
+            replay: Default::default(),
+            client: 0,
+        }],
         opened: Opened {
             owner: Some("node-1".into()),
             epoch: 7,
@@ -204,7 +206,9 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         usage: "block".into(),
         device: true,
         sharing,
-        replay: Default::default(), client: 0 };
+        replay: Default::default(),
+        client: 0,
+    };
     let shared = VolumeRecord {
         spec: Spec {
             options: VolumeOptions {
@@ -316,6 +320,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         reason: "ReplicaLost".into(),
         message: "in words".into(),
         count: 2,
+        reporter: "pool/pool-1".into(),
     };
     hold("event", &event);
     let mut snapshot = SnapshotRecord {
@@ -442,45 +447,15 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("verify", &verify);
 }
 
-/// Fields of the first version of a record alone.
+/// No other format of before is read, in part or whole.
 #[test]
-fn records_without_the_fields_that_were_added_later_are_read_as_they_were_meant() {
-    let cut = |value: &mut Value, fields: &[&str]| {
-        let object: &mut Map<String, Value> = value.as_object_mut().expect("an object");
-        for field in fields {
-            assert!(object.remove(*field).is_some(), "{field} is no field");
-        }
-    };
-    let mut first: Value = serde_json::from_slice(&encode(&volume())).expect("JSON");
-    let record = &mut first["record"];
-    cut(record, &["consistency_factor", "may_have_lost_ms", "generation", "epochs_skipped"]);
-    cut(&mut record["spec"], &["iops_limit", "bandwidth_limit", "replace_after"]);
-    for n in 0..4 {
-        cut(&mut record["replicas"][n], &["leaving", "cause"]);
+fn a_record_of_before_is_refused_with_both_formats_and_the_way_out() {
+    let mut before: Value = serde_json::from_slice(&encode(&volume())).expect("JSON");
+    before["format"] = json!(FORMAT - 1);
+    let refused = decode::<VolumeRecord>(before.to_string().as_bytes()).expect_err("of before");
+    for part in ["format 1", "format 2", "quoin pool export"] {
+        assert!(refused.contains(part), "{refused}");
     }
-    let read: VolumeRecord = decode(first.to_string().as_bytes()).expect("the first version");
-    let meant = VolumeRecord {
-        consistency_factor: 0,
-        may_have_lost_ms: 0,
-        generation: 0,
-        grants: Grants::default(),
-        spec: Spec {
-            options: VolumeOptions {
-                iops_limit: 0,
-                bandwidth_limit: 0,
-                replace_after: None,
-                ..spec().options
-            },
-            ..spec()
-        },
-        replicas: volume()
-            .replicas
-            .into_iter()
-            .map(|r| ReplicaRecord { leaving: false, placed: false, cause: Cause::Asked, ..r })
-            .collect(),
-        ..volume()
-    };
-    assert_eq!(read, meant);
 }
 
 /// A value that only a later version has names would be lost if it was taken for another one.
@@ -515,29 +490,4 @@ async fn a_store_that_was_recorded_is_opened_with_all_its_records() {
         let swapped = store.compare_and_swap(&found.key, found.revision, None).await;
         assert!(matches!(swapped, Ok(crate::state::store::Swap::Done(_))), "{swapped:?}");
     }
-}
-
-#[test]
-fn a_replica_that_evens_out_pools_is_one_that_drains_to_a_build_that_does_not_know_it() {
-    let moves = replica(1, ReplicaPhase::Recreate, Cause::Balance);
-    let mut written = serde_json::to_value(&moves).unwrap();
-    assert_eq!((&written["cause"], &written["balancing"]), (&json!("Drain"), &json!(true)));
-    assert_eq!(serde_json::from_value::<ReplicaRecord>(written.clone()).unwrap(), moves);
-    written.as_object_mut().unwrap().remove("balancing");
-    let known_before = serde_json::from_value::<ReplicaRecord>(written).unwrap();
-    assert_eq!(known_before.cause, Cause::Drain);
-    let drains = serde_json::to_value(&known_before).unwrap();
-    assert!(drains.get("balancing").is_none(), "nothing new where nothing evens out");
-}
-
-#[test]
-fn a_volume_that_is_kept_for_its_snapshots_is_a_ready_one_to_a_build_that_does_not_know_it() {
-    let retained = VolumeRecord { phase: VolumePhase::Retained, ..volume() };
-    let mut written: Value = serde_json::from_slice(&encode(&retained)).unwrap();
-    let record = written["record"].as_object_mut().unwrap();
-    assert_eq!((record.remove("retained"), &record["phase"]), (Some(json!(true)), &json!("Ready")));
-    let known_before: VolumeRecord = decode(written.to_string().as_bytes()).unwrap();
-    assert_eq!(known_before.phase, VolumePhase::Ready);
-    let ready: Value = serde_json::from_slice(&encode(&volume())).unwrap();
-    assert!(ready["record"].get("retained").is_none(), "nothing new where nothing is retained");
 }

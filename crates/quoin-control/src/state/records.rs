@@ -119,7 +119,6 @@ impl Spec {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(into = "WrittenPhase", from = "WrittenPhase")]
 pub enum VolumePhase {
     /// Its first replicas are being created.
     Pending,
@@ -136,51 +135,12 @@ impl VolumePhase {
     }
 }
 
-/// [`VolumePhase`] as it is written: a build that does not know of snapshots takes a volume that is
-/// Retained for one without a name of its own, where a new word would have it refuse the record.
-#[derive(Serialize, Deserialize)]
-struct WrittenPhase {
-    phase: PhaseName,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    retained: bool,
-}
-
-#[derive(Serialize, Deserialize)]
-enum PhaseName {
-    Pending,
-    Ready,
-    Deleting,
-}
-
-impl From<VolumePhase> for WrittenPhase {
-    fn from(phase: VolumePhase) -> Self {
-        let name = match phase {
-            VolumePhase::Pending => PhaseName::Pending,
-            VolumePhase::Ready | VolumePhase::Retained => PhaseName::Ready,
-            VolumePhase::Deleting => PhaseName::Deleting,
-        };
-        Self { phase: name, retained: phase == VolumePhase::Retained }
-    }
-}
-
-impl From<WrittenPhase> for VolumePhase {
-    fn from(written: WrittenPhase) -> Self {
-        match written.phase {
-            PhaseName::Pending => Self::Pending,
-            PhaseName::Ready if written.retained => Self::Retained,
-            PhaseName::Ready => Self::Ready,
-            PhaseName::Deleting => Self::Deleting,
-        }
-    }
-}
-
 /// Order to the pool about a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ReplicaPhase {
     /// First creation, quorum on; only while the volume is not formed.
     Init,
-    /// As `Init`, with the content of the snapshot that the volume is made from. A value of its own:
-    /// a build that does not know it would make an empty replica, which would count.
+    /// As `Init`, with the content of the snapshot that the volume is made from.
     Clone,
     /// Creation under a new GUID, quorum off.
     Recreate,
@@ -203,7 +163,6 @@ impl ReplicaPhase {
 
 /// Why a replica was made where it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(into = "WrittenCause", from = "WrittenCause")]
 pub enum Cause {
     /// A user asked for it, or for the volume.
     #[default]
@@ -216,46 +175,6 @@ pub enum Cause {
     Balance,
 }
 
-/// [`Cause`] as it is written: a build that does not know of balancing takes it for a drain and
-/// carries it out, where a new name would have it refuse the whole record.
-#[derive(Serialize, Deserialize)]
-struct WrittenCause {
-    #[serde(default)]
-    cause: CauseName,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    balancing: bool,
-}
-
-#[derive(Default, Serialize, Deserialize)]
-enum CauseName {
-    #[default]
-    Asked,
-    Healing,
-    Drain,
-}
-
-impl From<Cause> for WrittenCause {
-    fn from(cause: Cause) -> Self {
-        let name = match cause {
-            Cause::Asked => CauseName::Asked,
-            Cause::Healing => CauseName::Healing,
-            Cause::Drain | Cause::Balance => CauseName::Drain,
-        };
-        Self { cause: name, balancing: cause == Cause::Balance }
-    }
-}
-
-impl From<WrittenCause> for Cause {
-    fn from(written: WrittenCause) -> Self {
-        match written.cause {
-            CauseName::Drain if written.balancing => Self::Balance,
-            CauseName::Drain => Self::Drain,
-            CauseName::Healing => Self::Healing,
-            CauseName::Asked => Self::Asked,
-        }
-    }
-}
-
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ReplicaRecord {
     pub id: Text<ReplicaId>,
@@ -266,13 +185,11 @@ pub struct ReplicaRecord {
     pub pool: String,
     pub phase: ReplicaPhase,
     /// Known, and named to leave.
-    #[serde(default)]
     pub leaving: bool,
     /// It was made in a pool that a person named: rebalancing leaves it there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub placed: bool,
     /// Why it was made.
-    #[serde(flatten)]
     pub cause: Cause,
 }
 
@@ -342,7 +259,6 @@ pub struct VolumeRecord {
     pub id: Text<VolumeId>,
     pub spec: Spec,
     pub size_bytes: u64,
-    #[serde(flatten)]
     pub phase: VolumePhase,
     pub created_ms: u64,
     pub membership: MembershipRecord,
@@ -352,15 +268,12 @@ pub struct VolumeRecord {
     #[serde(flatten)]
     pub opened: Opened,
     /// The requested factor; 0: by the formula whenever RF changes.
-    #[serde(default)]
     pub consistency_factor: u8,
     /// When it was last recovered from too few replicas by hand, and so may have lost acknowledged
     /// writes; 0: never.
-    #[serde(default)]
     pub may_have_lost_ms: u64,
     /// Grows with every change but those that an opening makes; tells which of two copies of a
     /// record is the later one.
-    #[serde(default)]
     pub generation: u64,
     /// The snapshot that it was made from; `None`: it began empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -615,14 +528,11 @@ pub struct PoolRecord {
     /// The highest seen; a lower one means that an older state of the disk came back.
     pub start_counter: u64,
     /// Nonce of the start with that counter; 0: not reported. Another one means the same.
-    #[serde(default)]
     pub start_nonce: u64,
     /// The highest mark that it told: a count that moves with what it promises and acknowledges.
-    #[serde(default)]
     pub mark: u64,
     pub rolled_back: bool,
     /// Grows with every request for a scrub.
-    #[serde(default)]
     pub scrub_request: u64,
 }
 
@@ -654,7 +564,6 @@ pub struct CordonRecord {
     pub told: bool,
     pub since_ms: u64,
     /// Why the pool's disk is taken to be failing; empty: it is not.
-    #[serde(default)]
     pub dying: String,
 }
 
@@ -729,6 +638,8 @@ pub struct EventRecord {
     pub reason: String,
     pub message: String,
     pub count: u32,
+    /// Member whose words or doings it is of, such as "pool/p1"; empty: the controller's own.
+    pub reporter: String,
 }
 
 impl Record for EventRecord {
@@ -749,11 +660,11 @@ impl EventRecord {
     }
 }
 
-/// A later format is refused. It is raised where a build that does not know of a change would do
+/// Any other format is refused; format 1 was that of builds before the first release. It is raised where a build that does not know of a change would do
 /// harm: with a field whose absence means something else than what the builds before did, with a
 /// new value of an enumeration, with a new meaning. A field that may be absent is added with a
 /// default; a build that does not know it loses it with its next change of that record.
-pub(crate) const FORMAT: u32 = 1;
+pub(crate) const FORMAT: u32 = 2;
 
 #[derive(Serialize, Deserialize)]
 struct Envelope<T> {
@@ -773,7 +684,18 @@ pub(crate) fn encode<R: Record>(record: &R) -> Vec<u8> {
 pub(crate) fn decode<R: Record>(bytes: &[u8]) -> Result<R, String> {
     let FormatOnly { format } = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
     if format > FORMAT {
-        return Err(format!("it is of format {format}, written by a newer Quoin; start that one"));
+        return Err(format!(
+            "it is of format {format}, written by a newer Quoin than this one, which reads format \
+             {FORMAT}; start that one"
+        ));
+    }
+    if format < FORMAT {
+        return Err(format!(
+            "it is of format {format}, from before the first release, and this Quoin reads format \
+             {FORMAT} alone. Nothing was changed. Take the data of the volumes out of their pools \
+             with the quoin that wrote it (`quoin pool export`), then make the cluster again in an \
+             empty state directory"
+        ));
     }
     let envelope: Envelope<R> = serde_json::from_slice(bytes)
         .map_err(|e| format!("{e}; if a newer Quoin wrote it, start that one"))?;

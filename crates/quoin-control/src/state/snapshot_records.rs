@@ -15,6 +15,7 @@ use crate::state::records::{Record, Text};
 use crate::state::revert_records::RevertRecord;
 use crate::state::store::{Store, StoreError};
 use crate::state::table::{Index, Table};
+use crate::time::CORRECTION_MS;
 use crate::volume::devices::is_zero;
 
 /// Steps of a snapshot. It never goes back to an earlier one: its id stands for one attempt.
@@ -201,7 +202,6 @@ pub struct ScheduleRecord {
     /// The first run; the others follow it at the interval.
     pub created_ms: u64,
     /// Time of the last run that was carried out, as planned; 0: none was.
-    #[serde(default)]
     pub last_ms: u64,
 }
 
@@ -209,22 +209,43 @@ impl ScheduleRecord {
     /// The last run that was planned up to `now_ms`. Of several that were missed it is the only one
     /// that is made up for.
     pub fn planned_ms(&self, now_ms: u64) -> u64 {
-        let since = now_ms.saturating_sub(self.created_ms);
-        self.created_ms + since - since % self.every_ms.max(1)
+        let every_ms = self.every_ms.max(1);
+        // The interval that the runs keep to, also where the first run lies ahead.
+        let phase_ms = self.created_ms % every_ms;
+        let since = (now_ms % every_ms + every_ms - phase_ms) % every_ms;
+        now_ms.saturating_sub(since)
+    }
+
+    /// Returns whether a time is so far ahead that a clock was wrong: it binds nothing.
+    fn is_wrong(&self, at_ms: u64, now_ms: u64) -> bool {
+        at_ms > now_ms.saturating_add(self.every_ms.min(CORRECTION_MS))
+    }
+
+    /// Time of the last run as it counts by this clock. A run that was carried out by a clock that was
+    /// ahead leaves the present one due: it is made twice rather than not at all.
+    pub(crate) fn last_by(&self, now_ms: u64) -> u64 {
+        match self.is_wrong(self.last_ms, now_ms) {
+            true => self.planned_ms(now_ms).saturating_sub(self.every_ms),
+            false => self.last_ms,
+        }
     }
 
     /// The planned run that is due; `None`: the last one was carried out.
     pub fn due_ms(&self, now_ms: u64) -> Option<u64> {
         let planned = self.planned_ms(now_ms);
-        // A clock that was set back makes no run due that was carried out.
-        (now_ms >= self.created_ms && planned > self.last_ms).then_some(planned)
+        // A clock that was set back a little makes no run due that was carried out.
+        let has_begun = now_ms >= self.created_ms || self.is_wrong(self.created_ms, now_ms);
+        (has_begun && planned > self.last_by(now_ms)).then_some(planned)
     }
 
     /// Time of the next planned run.
     pub fn next_ms(&self, now_ms: u64) -> u64 {
         match self.due_ms(now_ms) {
             Some(due) => due,
-            None => self.planned_ms(now_ms.max(self.last_ms)) + self.every_ms,
+            None if now_ms < self.created_ms && !self.is_wrong(self.created_ms, now_ms) => {
+                self.created_ms
+            }
+            None => self.planned_ms(now_ms.max(self.last_by(now_ms))) + self.every_ms,
         }
     }
 }
@@ -572,8 +593,36 @@ pub(crate) mod tests {
         hourly.last_ms = 10_000 + 36_000;
         assert_eq!(hourly.due_ms(10_000 + 36_500), None);
         assert_eq!(hourly.next_ms(10_000 + 36_500), 10_000 + 39_600);
-        // The clock was set back.
-        assert_eq!((hourly.due_ms(20_000), hourly.next_ms(20_000)), (None, 10_000 + 39_600));
+        // The clock was set back by less than an interval.
+        assert_eq!((hourly.due_ms(45_000), hourly.next_ms(45_000)), (None, 10_000 + 39_600));
+    }
+
+    #[test]
+    fn no_run_is_bound_by_a_time_that_lies_ahead() {
+        let (day, now) = (86_400_000, 1_700_000_000_000);
+        let minutely = ScheduleRecord {
+            name: "m".into(),
+            volume: Text(VolumeId(7)),
+            volume_name: "db".into(),
+            every_ms: 60_000,
+            keep: 2,
+            keep_for_ms: 0,
+            created_ms: now - day,
+            last_ms: now + 25 * day,
+        };
+        let due = minutely.due_ms(now).expect("a run of the future was carried out");
+        assert!(due <= now && now - due < 60_000, "{due}");
+        assert_eq!(minutely.next_ms(now), due);
+        // The first run of all lies ahead: the clock was wrong as the schedule was made.
+        let created = ScheduleRecord { created_ms: now + 25 * day, last_ms: 0, ..minutely.clone() };
+        let due = created.due_ms(now).expect("a first run of the future");
+        assert!(due <= now && now - due < 60_000 && (created.created_ms - due) % 60_000 == 0);
+        // Once it is carried out, the next one is an interval later.
+        let carried_out = ScheduleRecord { last_ms: due, ..created };
+        assert_eq!((carried_out.due_ms(now), carried_out.next_ms(now)), (None, due + 60_000));
+        // A step back by seconds, across a run: nothing is made twice.
+        let stepped = ScheduleRecord { created_ms: now - day, last_ms: now, ..minutely };
+        assert_eq!(stepped.due_ms(now - 2_000), None);
     }
 
     #[test]

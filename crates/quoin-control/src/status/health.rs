@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use quoin_api::control::{self as api, volume_condition};
 use quoin_types::VolumeId;
@@ -18,7 +18,7 @@ use crate::state::State;
 use crate::state::observed::VolumeSeen;
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::status::VolumeStatus;
-use crate::time::{now_ms, timestamp};
+use crate::time::{is_ahead, now_ms, timestamp};
 use crate::volume::verification::VerifyState;
 
 /// Time that a target has for an opening before its volume counts as not opened.
@@ -165,9 +165,11 @@ impl Reason {
                  for good: `quoin volume recover {name} --help`"
             ),
             Self::RecordsBehind => "`quoin controller recover --help`".to_owned(),
-            Self::PoolsFull => {
-                "delete what is not needed, or add a pool: `quoin pool list`".to_owned()
-            }
+            Self::PoolsFull => format!(
+                "delete snapshots (`quoin snapshot list`) or volumes in these pools, trim what file \
+                 systems have deleted (`fstrim`), or join a pool and move replicas to it \
+                 (`quoin replica move {name} POOL`): `quoin pool list`"
+            ),
             Self::NotOpened => {
                 format!(
                     "start the target of that node (`quoin node list`), or detach the volume and \
@@ -228,6 +230,24 @@ pub(crate) struct Evidence<'a> {
     pub unopened_for: Option<Duration>,
     /// Blocks that are lost; `Some(0)`: some, the number is not known.
     pub lost_blocks: Option<u64>,
+    /// Pools of its replicas that take no writes.
+    pub full_pools: Vec<String>,
+}
+
+/// The condition that follows from what a target waits for.
+fn of_wait(kind: &str) -> Option<Reason> {
+    match kind {
+        "records" => Some(Reason::RecordsBehind),
+        "room" => Some(Reason::PoolsFull),
+        _ => None,
+    }
+}
+
+/// Returns true if what the target waits for keeps the volume's users from it.
+pub(crate) fn is_inaccessible(serving: Option<&VolumeSeen>) -> bool {
+    let waits = serving.filter(|seen| !seen.waiting_for.is_empty());
+    let reason = waits.and_then(|seen| of_wait(&seen.waiting_kind));
+    reason.is_some_and(|reason| reason.severity() >= Severity::Inaccessible)
 }
 
 /// Judges a volume.
@@ -256,10 +276,19 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
     let kind = waits.map_or("", |seen| seen.waiting_kind.as_str());
     let text =
         || waits.map(|seen| format!("it waits for {}", seen.waiting_for)).unwrap_or_default();
-    match kind {
-        "records" => say(Reason::RecordsBehind, text()),
-        "room" => say(Reason::PoolsFull, text()),
-        "quorum" | "replicas" if status.health != "Opening" => say(Reason::NoQuorum, text()),
+    match (of_wait(kind), kind) {
+        (Some(Reason::PoolsFull), _) => {
+            let pools = match evidence.full_pools.as_slice() {
+                [] => String::new(),
+                [pool] => format!("; pool {pool} is full"),
+                pools => format!("; pools {} are full", pools.join(", ")),
+            };
+            say(Reason::PoolsFull, format!("{}{pools}", text()));
+        }
+        (Some(reason), _) => say(reason, text()),
+        (None, "quorum" | "replicas") if status.health != "Opening" => {
+            say(Reason::NoQuorum, text());
+        }
         _ if status.health == "Faulted" => say(
             Reason::NoQuorum,
             match waits {
@@ -337,7 +366,7 @@ fn is_unopened(volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
 struct Memory {
     /// First look, in a row of looks, that found the condition.
     since_ms: BTreeMap<Reason, u64>,
-    unopened_since_ms: Option<u64>,
+    unopened_since: Option<Instant>,
 }
 
 /// Conditions of all volumes, and since when they hold.
@@ -345,7 +374,7 @@ pub struct Conditions {
     state: Arc<State>,
     memory: Mutex<HashMap<VolumeId, Memory>>,
     /// Volumes with blocks that no replica has a good copy of, and when that was seen last.
-    lost: Mutex<HashMap<VolumeId, u64>>,
+    lost: Mutex<HashMap<VolumeId, Instant>>,
 }
 
 impl Conditions {
@@ -357,7 +386,7 @@ impl Conditions {
         self.memory.lock().expect("no holder of this lock panics")
     }
 
-    fn lost(&self) -> MutexGuard<'_, HashMap<VolumeId, u64>> {
+    fn lost(&self) -> MutexGuard<'_, HashMap<VolumeId, Instant>> {
         self.lost.lock().expect("no holder of this lock panics")
     }
 
@@ -365,7 +394,7 @@ impl Conditions {
     pub(crate) fn block_lost(&self, volume: VolumeId) {
         let mut lost = self.lost();
         if lost.len() < LOST_MAX || lost.contains_key(&volume) {
-            lost.insert(volume, now_ms());
+            lost.insert(volume, Instant::now());
         }
     }
 
@@ -382,8 +411,8 @@ impl Conditions {
         {
             let mut memory = self.memory();
             let memory = memory.entry(volume.id.0).or_default();
-            memory.unopened_since_ms = match unopened {
-                true => Some(memory.unopened_since_ms.unwrap_or(now)),
+            memory.unopened_since = match unopened {
+                true => Some(memory.unopened_since.unwrap_or_else(Instant::now)),
                 false => None,
             };
         }
@@ -405,12 +434,18 @@ impl Conditions {
     pub fn judge(&self, volume: &VolumeRecord) -> Judgement {
         let status = crate::status::shown(&self.state, volume);
         let lost_blocks = self.lost_blocks(volume);
-        let unopened_since = self.memory().get(&volume.id.0).and_then(|m| m.unopened_since_ms);
-        let unopened_for =
-            unopened_since.map(|since| Duration::from_millis(now_ms().saturating_sub(since)));
+        let unopened_since = self.memory().get(&volume.id.0).and_then(|m| m.unopened_since);
+        let unopened_for = unopened_since.map(|since| since.elapsed());
         let observed = self.state.observed();
         let serving = crate::status::serving(&self.state, &observed, volume);
-        judge(&Evidence { volume, status: &status, serving, unopened_for, lost_blocks })
+        let is_full = |pool: &String| {
+            let seen = observed.pools.get(pool);
+            seen.is_some_and(|seen| seen.capacity_bytes > 0 && seen.free_bytes == 0)
+        };
+        let pools = volume.replicas.iter().map(|replica| replica.pool.clone());
+        let full_pools = pools.filter(is_full).collect();
+        let status = &status;
+        judge(&Evidence { volume, status, serving, unopened_for, lost_blocks, full_pools })
     }
 
     /// Blocks that are lost, as the last verification counted them or a read found them. A
@@ -421,9 +456,13 @@ impl Conditions {
         if counted > 0 {
             return Some(counted);
         }
-        let seen_ms = self.lost().get(&volume.id.0).copied()?;
-        let is_over = verified
-            .is_some_and(|record| record.state == VerifyState::Ended && record.began_ms > seen_ms);
+        // By the present clock, whatever it was as the block was seen.
+        let seen = self.lost().get(&volume.id.0).copied()?;
+        let seen_ms = now_ms().saturating_sub(seen.elapsed().as_millis() as u64);
+        let is_over = verified.is_some_and(|record| {
+            let began = record.began_ms > seen_ms && !is_ahead(record.began_ms, now_ms());
+            record.state == VerifyState::Ended && began
+        });
         (!is_over).then_some(0)
     }
 

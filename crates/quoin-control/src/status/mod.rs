@@ -4,16 +4,19 @@ pub mod health;
 pub(crate) mod metrics;
 pub(crate) mod target_config;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control as api;
+use quoin_identity::Role;
 use quoin_types::membership::open_quorum;
 use quoin_types::{Epoch, Position, VolumeId};
 use tokio::time::Instant;
 
 use crate::api::assignments;
 use crate::membership::admission::Admission;
+use crate::membership::clocks::Clocks;
 use crate::reconcile::rebalance::Balancer;
 use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
@@ -78,7 +81,11 @@ pub(crate) fn shown(state: &State, volume: &VolumeRecord) -> VolumeStatus {
             return VolumeStatus { health: "Opening", waiting_for, ..status };
         }
     }
-    by(state, &observed, volume, serving, u64::MAX)
+    let status = by(state, &observed, volume, serving, u64::MAX);
+    match health::is_inaccessible(serving) {
+        true if status.health != "Unknown" => VolumeStatus { health: "Faulted", ..status },
+        _ => status,
+    }
 }
 
 /// `epoch_max`: where no target tells, a replica lags that missed an epoch up to this one.
@@ -289,6 +296,7 @@ pub struct Status {
     devices: Arc<Devices>,
     admission: Arc<Admission>,
     conditions: Arc<Conditions>,
+    clocks: Arc<Clocks>,
 }
 
 impl Status {
@@ -303,6 +311,7 @@ impl Status {
             balancer: work.balancer.clone(),
             devices: volumes.devices.clone(),
             admission: members.admission.clone(),
+            clocks: members.clocks.clone(),
             conditions: work.conditions.clone(),
             state,
         }
@@ -417,8 +426,12 @@ impl Status {
             node: attachment.node.clone(),
             read_only: attachment.read_only,
             replays: attachment.replay == Replay::Due,
+            replay_is_late: attachment.replay == Replay::Late,
             phase: phase.to_owned(),
-            message,
+            message: match attachment.replay.in_words() {
+                Some(replay) if message.is_empty() => replay,
+                _ => message,
+            },
             publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),
             usage: attachment.usage.clone(),
             nbd_uri: serving
@@ -495,6 +508,10 @@ impl Status {
             }
         }
         let balancing = self.balancer.words();
+        let clock = |pool: &PoolRecord| self.clocks.message(Role::Pool, &pool.name);
+        let listed = self.state.pools.list();
+        let clocks: BTreeMap<_, _> =
+            listed.iter().filter_map(|pool| Some((pool.name.as_str(), clock(pool)?))).collect();
         let observed = self.state.observed();
         let message = |pool: &PoolRecord| {
             let seen = observed.pools.get(&pool.name);
@@ -520,6 +537,9 @@ impl Status {
                 },
                 Some(_) if !dying.is_empty() => ("Dying", dying.as_str()),
                 Some(seen) => match (seen.warning.as_str(), balancing.get(&pool.name)) {
+                    ("", _) if clocks.contains_key(pool.name.as_str()) => {
+                        ("Online", clocks[pool.name.as_str()].as_str())
+                    }
                     ("", Some(words)) => ("Online", words.as_str()),
                     (warning, _) => ("Online", warning),
                 },
@@ -543,7 +563,7 @@ impl Status {
                 cordon: crate::reconcile::cordon::of_pool(&self.state, pool).to_owned(),
             }
         };
-        self.state.pools.list().iter().map(|pool| message(pool)).collect()
+        listed.iter().map(|pool| message(pool)).collect()
     }
 
     pub fn nodes(&self) -> Vec<api::Node> {

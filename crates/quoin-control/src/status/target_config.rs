@@ -32,8 +32,7 @@ impl Status {
         };
         let Some(goes_by) = &seen.goes_by else {
             return Err(Error::Precondition(format!(
-                "the target of node {owner} is of a version that does not say what it goes by: \
-                 update it"
+                "the target of node {owner} has had no epoch of volume {name:?} yet: ask again"
             )));
         };
         let held = goes_by.held.clone().unwrap_or_default();

@@ -10,7 +10,6 @@
 //! for its time-out ([`crate::volume::hearing`]). Then it is taken over at a higher epoch.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use quoin_api::control::VolumeRef;
 use quoin_types::Term;
@@ -20,7 +19,7 @@ use crate::Error;
 use crate::state::events::Severity;
 use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::{State, about};
-use crate::volume::hearing::check_silent;
+use crate::volume::hearing::{self, Silence, check_silent};
 use crate::volume::replay::{self, Replay};
 use crate::volume::sharing::{self, Sharing};
 
@@ -127,9 +126,10 @@ impl Attachments {
             let message = format!(
                 "from node {from}, of which nobody has heard for {} s, to node {node}; what uses it \
                  on {from} is dead",
-                silence.as_secs()
+                silence.lasts.as_secs()
             );
             self.state.events.record(Severity::Warning, about(&volume), "VolumeTakenOver", message);
+            hearing::tell_dissent(&self.state, &volume, &from, &silence);
         }
         if new {
             crate::status::opening_begins(&self.state, volume.id.0);
@@ -192,7 +192,7 @@ impl Attachments {
         };
         let term = self.state.term();
         let change = |volume: &mut VolumeRecord| {
-            let before = volume.attachments.clone();
+            let (before, had_writers) = (volume.attachments.clone(), volume.has_writers());
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
             replay::hand_on(&mut volume.attachments);
             if volume.opened.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node)
@@ -204,6 +204,7 @@ impl Attachments {
             if at_once && (volume.opened.owner.is_none() || is_shared) {
                 volume.fence(true, term)?;
             }
+            volume.fence_last_writer(had_writers, false, term)?;
             let stays = |node: &String| volume.attachments.iter().any(|a| a.node == *node);
             let nodes = before.into_iter().map(|attachment| attachment.node);
             Ok(nodes.filter(|node| !stays(node)).collect::<Vec<_>>())
@@ -228,12 +229,18 @@ impl Attachments {
     ///
     /// # Errors
     /// The volume is not attached to that node.
-    pub(crate) async fn confirm_replay(
+    pub async fn confirm_replay(
         &self,
         volume: &VolumeRecord,
         node: &str,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let change = |volume: &mut VolumeRecord| replay::confirm(volume, node);
+        let term = self.state.term();
+        let change = |volume: &mut VolumeRecord| {
+            let had_writers = volume.has_writers();
+            let is_news = replay::confirm(volume, node)?;
+            volume.fence_last_writer(had_writers, false, term)?;
+            Ok(is_news)
+        };
         let (volume, is_news) = self.state.update_volume(volume.id.0, change).await?;
         if is_news {
             let message = format!("by node {node}; it is read-only from now on");
@@ -260,7 +267,7 @@ impl Attachments {
 /// Node that had a volume, and the time for which nobody has heard of it.
 struct Lost {
     node: String,
-    silence: Duration,
+    silence: Silence,
 }
 
 /// Takes a volume from the node that has it alone; false where it has it no more.
@@ -362,7 +369,7 @@ mod tests {
         let publish = Publish { node: "h2".to_owned(), ..Publish::default() };
         let attached = |holder: &str| {
             let mut volume = opened(holder);
-            assert!(attach(&mut volume, &publish, Term::default()).unwrap());
+            assert!(attach(&mut volume, &publish, Term::default(), 1).unwrap());
             (volume.opened.epoch, volume.grants.fenced, volume.used.since_of("h2"))
         };
         assert_eq!(attached("h2"), (7, 0, 7), "it goes on with the target that was lent to it");

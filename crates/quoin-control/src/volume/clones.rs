@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, SnapshotRef, VolumeRef, VolumeSpec};
+use quoin_api::volume::VolumeOption;
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
 use crate::snapshot::catalog::Snapshots;
@@ -190,48 +191,36 @@ pub(crate) fn message(source: &SourceRecord) -> api::MadeFrom {
 }
 
 /// Specification of a new volume, with what it takes over from its source.
-pub(crate) fn filled_in(asked: &VolumeSpec, source: Option<&Prepared>) -> VolumeSpec {
-    match source.filter(|source| source.as_source) {
-        Some(source) => filled_from(asked, VolumeSpec::from(&source.volume.spec)),
-        None => asked.clone(),
+pub(crate) fn filled_in(asked: &VolumeSpec, source: &Prepared) -> Result<VolumeSpec, Error> {
+    match source.as_source {
+        true => filled_from(asked, &VolumeSpec::from(&source.volume.spec)),
+        false => Ok(asked.clone()),
     }
 }
 
-fn filled_from(asked: &VolumeSpec, own: VolumeSpec) -> VolumeSpec {
-    let text = |asked: &String, own: String| match asked.is_empty() {
-        true => own,
-        false => asked.clone(),
-    };
-    let number = |asked: u32, own: u32| if asked == 0 { own } else { asked };
-    // A factor goes with its number of replicas.
-    let factor = match asked.replicas {
-        0 => number(asked.consistency_factor, own.consistency_factor),
-        _ => asked.consistency_factor,
-    };
-    VolumeSpec {
-        replicas: number(asked.replicas, own.replicas),
-        consistency_factor: factor,
-        durability: if asked.durability == 0 { own.durability } else { asked.durability },
-        spread: if asked.spread == 0 { own.spread } else { asked.spread },
-        on_quorum_loss: text(&asked.on_quorum_loss, own.on_quorum_loss),
-        on_full: text(&asked.on_full, own.on_full),
-        reads: text(&asked.reads, own.reads),
-        local: text(&asked.local, own.local),
-        block_size: number(asked.block_size, own.block_size),
-        fs_type: text(&asked.fs_type, own.fs_type),
-        allow_loss_on_single_failure: asked.allow_loss_on_single_failure
-            || own.allow_loss_on_single_failure,
-        encryption: asked.encryption.clone().or(own.encryption),
-        ..asked.clone()
+fn filled_from(asked: &VolumeSpec, own: &VolumeSpec) -> Result<VolumeSpec, Error> {
+    let filled = VolumeOption::fill_in(asked, own);
+    let mut filled = filled.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
+    if asked.replicas == 0 {
+        filled.replicas = own.replicas;
+        // A factor goes with its number of replicas.
+        if asked.consistency_factor == 0 {
+            filled.consistency_factor = own.consistency_factor;
+        }
     }
+    filled.allow_loss_on_single_failure |= own.allow_loss_on_single_failure;
+    if asked.encryption.is_none() {
+        filled.encryption.clone_from(&own.encryption);
+    }
+    Ok(filled)
 }
 
 /// Request for a volume that exists, where the request left open what its source had: as the
 /// volume was made.
-pub(crate) fn as_made(asked: &VolumeSpec, volume: &VolumeRecord) -> VolumeSpec {
+pub(crate) fn as_made(asked: &VolumeSpec, volume: &VolumeRecord) -> Result<VolumeSpec, Error> {
     let made = VolumeSpec::from(&volume.spec.as_created());
     // Which of them were taken over is not known any more; a repeat differs where it says so.
-    filled_from(asked, made)
+    filled_from(asked, &made)
 }
 
 impl Prepared {
@@ -316,18 +305,8 @@ impl Prepared {
         candidates: &[Candidate],
         wanted: &Requirement,
     ) -> Result<(Placed, Vec<String>), Error> {
-        let in_sync = in_sync_ids(state, &self.volume);
-        let holds = |replica: &&ReplicaRecord| {
-            self.volume.is_known(replica) && in_sync.contains(&replica.id.0) && !replica.leaving
-        };
-        let holding = self.volume.replicas.iter().filter(holds).map(|r| r.pool.as_str());
-        let holding: HashSet<&str> = holding.collect();
-        let mut with_source = candidates.to_vec();
-        for candidate in &mut with_source {
-            if candidate.unusable.is_empty() && !holding.contains(candidate.name.as_str()) {
-                "it does not hold the source in sync".clone_into(&mut candidate.unusable);
-            }
-        }
+        let holding = pools_in_sync(state, &self.volume);
+        let with_source = with_source(candidates, &holding);
         // As if nothing were to be shared: the volume can be had at all.
         let anywhere = topology::place(spec, size_bytes, candidates, wanted, &[])?;
         if holding.is_empty() {
@@ -384,6 +363,26 @@ impl Prepared {
         let updated = state.snapshots.records.update(&self.snapshot.name(), change).await?;
         updated.map(drop).ok_or_else(gone)
     }
+}
+
+/// Pools that hold a source in sync, and are to hold it.
+pub(crate) fn pools_in_sync(state: &State, source: &VolumeRecord) -> HashSet<String> {
+    let in_sync = in_sync_ids(state, source);
+    let holds = |replica: &&ReplicaRecord| {
+        source.is_known(replica) && in_sync.contains(&replica.id.0) && !replica.leaving
+    };
+    source.replicas.iter().filter(holds).map(|replica| replica.pool.clone()).collect()
+}
+
+/// The pools as those see them that begin with a snapshot which these hold.
+pub(crate) fn with_source(candidates: &[Candidate], holding: &HashSet<String>) -> Vec<Candidate> {
+    let mut with_source = candidates.to_vec();
+    for candidate in &mut with_source {
+        if candidate.unusable.is_empty() && !holding.contains(&candidate.name) {
+            "it does not hold the source in sync".clone_into(&mut candidate.unusable);
+        }
+    }
+    with_source
 }
 
 /// The record of a volume that begins with a snapshot in these pools.
@@ -483,4 +482,55 @@ pub(crate) async fn keep_users(state: &State, id: VolumeId) -> Result<(), Error>
         state.snapshots.records.update(&known.name(), change).await?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_api::volume::{OPTIONS, Values};
+
+    use super::*;
+
+    /// A request that gives each option of the table a value that is not its default.
+    fn other_than_default() -> VolumeSpec {
+        let mut spec = VolumeSpec::default();
+        for option in &OPTIONS {
+            let value = match option.values {
+                Values::Words(words) => words.rsplit(" | ").next().unwrap(),
+                Values::Rate { .. } => "50000",
+                Values::Time => "90s",
+            };
+            option.set(&mut spec, value).unwrap();
+        }
+        // Its words are listed with the default last.
+        spec.block_size = 512;
+        spec
+    }
+
+    #[test]
+    fn a_clone_takes_over_every_option_of_its_source_that_its_request_leaves_open() {
+        let own = other_than_default();
+        let taken = filled_from(&VolumeSpec::default(), &own).unwrap();
+        for option in &OPTIONS {
+            assert!(option.given(&own).is_some(), "{}", option.key);
+            assert_eq!(option.given(&taken), option.given(&own), "{}", option.key);
+        }
+    }
+
+    #[test]
+    fn a_request_for_a_clone_may_ask_for_another_value_of_each_option() {
+        let (own, mut asked) = (other_than_default(), VolumeSpec::default());
+        for option in &OPTIONS {
+            let value = match option.values {
+                Values::Words(words) => words.split(" | ").next().unwrap(),
+                Values::Rate { .. } | Values::Time => "off",
+            };
+            option.set(&mut asked, value).unwrap();
+        }
+        asked.block_size = 4096;
+        let filled = filled_from(&asked, &own).unwrap();
+        for option in &OPTIONS {
+            assert_ne!(option.given(&filled), option.given(&own), "{}", option.key);
+            assert_eq!(option.given(&filled), option.given(&asked), "{}", option.key);
+        }
+    }
 }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::Error;
-use crate::api::reports::{id, short};
+use crate::api::reports::{id, sentence, short};
 use crate::state::changes::Concerned;
 use crate::state::events::Severity;
 use crate::state::observed::NodeSeen;
@@ -111,12 +111,13 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
             return Err(Error::invalid("mounts", format!("at most {MOUNTS_MAX}")));
         }
         short("device", &device.device)?;
-        device.mounts.iter().try_for_each(|mount| short("mounts", mount))?;
+        let mounts = device.mounts.iter().map(|mount| sentence("mounts", mount));
+        let mounts = mounts.collect::<Result<_, _>>()?;
         Ok(DeviceSeen {
             volume: id("volume_id", &device.volume_id)?,
             device: device.device.clone(),
             in_use: device.in_use,
-            mounts: device.mounts.clone(),
+            mounts,
             since_epoch: device.since_epoch,
         })
     };

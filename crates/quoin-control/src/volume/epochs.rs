@@ -88,7 +88,8 @@ impl Epochs {
         }
         crate::status::opening_begins(&self.state, volume);
         let node = node.to_owned();
-        let grant = Grant { volume, epoch: record.epoch(), incarnation, node, term };
+        let writes = self.state.is_written(&record);
+        let grant = Grant { volume, epoch: record.epoch(), incarnation, node, writes, term };
         Ok(Ok(Granted {
             epoch: record.epoch(),
             membership: (&record.membership).into(),
@@ -116,6 +117,7 @@ impl Epochs {
             epoch: record.epoch(),
             incarnation: record.opened.incarnation.0,
             node: node.to_owned(),
+            writes: self.state.is_written(record),
             term: self.state.term(),
         };
         self.state.identity.sign_grant(&grant).unwrap_or_default()

@@ -34,7 +34,7 @@ impl Fences {
                 if leaves && owns && volume.attachments.is_empty() {
                     volume.opened.owner = None;
                 }
-                // Records of former versions do not say which node holds the epoch.
+                // Recovered records do not say which node holds the epoch.
                 if volume.grants.holder == node || (owns && volume.grants.holder.is_empty()) {
                     volume.fence(true, term)?;
                 }
@@ -45,8 +45,7 @@ impl Fences {
         Ok(())
     }
 
-    /// Takes back the grant of a volume that has no owner: one that was detached by a version that
-    /// left the grant, or one of recovered records.
+    /// Takes back the grant of a volume that has no owner, as recovered records may have one.
     pub(crate) async fn left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
         let left_over = |volume: &VolumeRecord| {
             volume.phase.is_kept() && volume.opened.owner.is_none() && volume.is_granted()

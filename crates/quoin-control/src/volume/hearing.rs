@@ -3,7 +3,10 @@
 //! A volume is taken from a node only after nobody has heard of it for the node's time-out. The
 //! controller's own connection proves little: where it alone is cut, the target serves on with its
 //! pools. So the pools are asked too: a pool says of each replica whether a target's lease lives.
-//! As many pools as another target needs to open the volume must say that none does.
+//! As many pools as another target needs to open the volume must say that none does, and have said so
+//! for the time-out. A target that those do not hear serves nothing, as it has no quorum without one of
+//! them; so what other pools say then stops nothing, and is told: such a pool has it wrong, or its link
+//! to the target alone is whole.
 
 use std::time::Duration;
 
@@ -11,8 +14,9 @@ use quoin_types::ReplicaGuid;
 use quoin_types::membership::open_quorum;
 use tokio::time::Instant;
 
-use crate::state::State;
+use crate::state::events::Severity;
 use crate::state::records::VolumeRecord;
+use crate::state::{State, about};
 
 /// A pool's word on the target of a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -37,16 +41,25 @@ impl Hearing {
     }
 }
 
-/// Checks that nobody has heard of a node for its time-out, so that the volume may be taken from it.
-/// Returns for how long.
+/// Silence of a node.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Silence {
+    /// For how long neither the controller nor enough pools have heard of it.
+    pub lasts: Duration,
+    /// Pools that say otherwise, in words; empty: none does.
+    pub dissent: String,
+}
+
+/// Checks that a quorum has not heard of a node for its time-out, so that the volume may be taken from
+/// it.
 ///
 /// # Errors
-/// Names the pool that heard of it, or says why that cannot be told.
+/// Names the pools that heard of it, or says why that cannot be told.
 pub(crate) fn check_silent(
     state: &State,
     volume: &VolumeRecord,
     node: &str,
-) -> Result<Duration, String> {
+) -> Result<Silence, String> {
     let observed = state.observed();
     let last = observed.nodes.get(node).map_or(observed.started, |seen| seen.last);
     let word = |pool: &str, guid: &ReplicaGuid| {
@@ -60,6 +73,21 @@ pub(crate) fn check_silent(
     judge(last, &words, needed.into(), state.settings.node_timeout, Instant::now())
 }
 
+/// Names the pools that say that they hear a node from which a volume was taken: they have it wrong, or
+/// lie.
+pub(crate) fn tell_dissent(state: &State, volume: &VolumeRecord, node: &str, silence: &Silence) {
+    if silence.dissent.is_empty() {
+        return;
+    }
+    let message = format!(
+        "{}, while neither the controller nor a quorum of its pools has heard of node {node} for {} s; \
+         it was taken from that node all the same: look at the pool and its clock",
+        silence.dissent,
+        silence.lasts.as_secs()
+    );
+    state.events.record(Severity::Warning, about(volume), "PoolDissents", message);
+}
+
 /// Judges by the node's last report and the words of the pools.
 fn judge(
     last: Instant,
@@ -67,32 +95,38 @@ fn judge(
     needed: usize,
     timeout: Duration,
     now: Instant,
-) -> Result<Duration, String> {
-    let mut silence = now.duration_since(last);
-    if silence < timeout {
-        return Err(format!("it reported {} s ago", silence.as_secs()));
+) -> Result<Silence, String> {
+    let mut lasts = now.duration_since(last);
+    if lasts < timeout {
+        return Err(format!("it reported {} s ago", lasts.as_secs()));
     }
-    let mut silent = 0;
+    let (mut silences, mut dissent) = (Vec::new(), Vec::new());
     for (pool, word) in words {
         match word {
             Hearing::Unknown => {}
-            Hearing::Hears => return Err(format!("pool {pool} hears its target")),
-            Hearing::Silent(since) => {
-                silent += 1;
-                let since = since.map(|since| now.duration_since(since));
-                if let Some(since) = since.filter(|since| *since < timeout) {
-                    return Err(format!("pool {pool} heard its target {} s ago", since.as_secs()));
+            Hearing::Hears => dissent.push(format!("pool {pool} hears its target")),
+            Hearing::Silent(since) => match since.map(|since| now.duration_since(since)) {
+                Some(since) if since < timeout => {
+                    dissent.push(format!("pool {pool} heard its target {} s ago", since.as_secs()));
                 }
-                silence = silence.min(since.unwrap_or(silence));
-            }
+                since => silences.push(since),
+            },
         }
     }
-    if silent < needed {
+    if silences.len() < needed && !dissent.is_empty() {
+        return Err(dissent.join(", "));
+    }
+    if silences.len() < needed {
         return Err(format!(
-            "{silent} pools of the volume say that they hear no target of it, and {needed} must"
+            "{} pools of the volume say that they hear no target of it, and {needed} must",
+            silences.len()
         ));
     }
-    Ok(silence)
+    // So long has a quorum been silent: the longest silences count.
+    silences.sort_by_key(|since| std::cmp::Reverse(since.unwrap_or(Duration::MAX)));
+    let counted = silences.into_iter().take(needed).flatten();
+    lasts = counted.fold(lasts, Duration::min);
+    Ok(Silence { lasts, dissent: dissent.join(", ") })
 }
 
 #[cfg(test)]
@@ -113,16 +147,27 @@ mod tests {
             let pools = ["a", "b", "c"].into_iter().zip(words).collect::<Vec<_>>();
             judge(ago(now, last), &pools, 2, TIMEOUT, now)
         };
-        assert_eq!(judged(12, [silent; 3]), Ok(Duration::from_secs(12)));
+        let silence = |s, dissent: &str| {
+            Ok(Silence { lasts: Duration::from_secs(s), dissent: dissent.to_owned() })
+        };
+        assert_eq!(judged(12, [silent; 3]), silence(12, ""));
         assert!(judged(9, [silent; 3]).unwrap_err().contains("9 s ago"));
         // The controller's link alone is cut: the target serves on.
-        let heard = judged(60, [silent, Hearing::Hears, silent]).unwrap_err();
-        assert_eq!(heard, "pool b hears its target");
+        let heard = judged(60, [silent, Hearing::Hears, Hearing::Hears]).unwrap_err();
+        assert_eq!(heard, "pool b hears its target, pool c hears its target");
         let lately = Hearing::Silent(Some(ago(now, 3)));
-        let heard = judged(60, [silent, silent, lately]).unwrap_err();
+        let heard = judged(60, [silent, lately, lately]).unwrap_err();
         assert!(heard.contains("pool c heard its target 3 s ago"), "{heard}");
+        let heard = judged(60, [silent, Hearing::Hears, Hearing::Unknown]).unwrap_err();
+        assert_eq!(heard, "pool b hears its target");
         let since = Hearing::Silent(Some(ago(now, 11)));
-        assert_eq!(judged(60, [since, silent, silent]), Ok(Duration::from_secs(11)));
+        assert_eq!(judged(60, [since, since, silent]), silence(11, ""));
+        assert_eq!(judged(60, [since, silent, silent]), silence(60, ""), "two are enough");
+        // One pool stops nothing that a quorum says, for ever or for a while, and is named.
+        let dissent = judged(60, [silent, Hearing::Hears, silent]);
+        assert_eq!(dissent, silence(60, "pool b hears its target"));
+        let dissent = judged(60, [lately, silent, since]);
+        assert_eq!(dissent, silence(11, "pool a heard its target 3 s ago"));
         // Pools that are away may hear it.
         assert!(judged(60, [silent, Hearing::Unknown, Hearing::Unknown]).is_err());
         assert!(judged(60, [silent, silent, Hearing::Unknown]).is_ok());

@@ -90,14 +90,20 @@ impl Modifications {
     /// Returns what the options of this record wait for now; empty: they rule all IO.
     pub fn waiting_for(&self, changed: &VolumeRecord) -> String {
         let volume = self.state.volumes.get(&changed.id.0.to_string());
-        let waits = volume.and_then(|volume| self.waits_for(&volume, changed.generation));
+        let version = self.state.term().version_of(changed.generation);
+        let waits = volume.and_then(|volume| self.waits_for(&volume, version));
         waits.unwrap_or_default()
     }
 
     /// The reason why options of this version wait; `None`: they rule, or nobody has the volume
-    /// open.
+    /// open. The report of a target that serves by the newest epoch counts alone: all before it are
+    /// fenced, and an epoch that is granted later comes with these options.
     fn waits_for(&self, volume: &VolumeRecord, version: u64) -> Option<String> {
-        let owner = volume.opened.owner.as_deref()?;
+        let Some(owner) = volume.opened.owner.as_deref() else {
+            return volume
+                .is_granted()
+                .then(|| "a former owner's grant to be taken back".to_owned());
+        };
         let observed = self.state.observed();
         let seen = crate::status::serving(&self.state, &observed, volume);
         match seen {

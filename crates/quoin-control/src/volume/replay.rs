@@ -4,6 +4,11 @@
 //! is replayed through a device that takes no writes. So the first of the nodes that are to mount it
 //! read-only may write until it has replayed the journal and says so. No other node mounts the file
 //! system meanwhile; if that node leaves before, the next one takes its place.
+//!
+//! A node that does not say so within [`REPLAY_MAX`] writes no more: its leave goes to the next one, and
+//! it is told so when it asks. The time begins anew with a start of the controller.
+
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +16,9 @@ use crate::Error;
 use crate::state::records::VolumeRecord;
 use crate::volume::attach::AttachmentRecord;
 use crate::volume::sharing::Sharing;
+
+/// Longest time for which a node that has a volume read-only may write to replay its journal.
+pub(crate) const REPLAY_MAX: Duration = Duration::from_secs(300);
 
 /// Share of a read-only attachment in the replay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -21,11 +29,27 @@ pub enum Replay {
     None,
     /// Another node replays the journal; this one takes its place if it leaves.
     Awaited,
-    /// The node may write until it has confirmed the replay.
+    /// The node may write until it has confirmed the replay, or its time is over.
     Due,
+    /// The node did not confirm it in time, and writes no more.
+    Late,
 }
 
 impl Replay {
+    /// Says what an attachment's part in the replay is, while there is something to say.
+    pub(crate) fn in_words(self) -> Option<String> {
+        let within = REPLAY_MAX.as_secs();
+        match self {
+            Self::None | Self::Awaited => None,
+            Self::Due => Some(format!(
+                "read-only, but the node may write until it has replayed the journal, {within} s at most"
+            )),
+            Self::Late => Some(format!(
+                "the node has not replayed the journal within {within} s and writes no more; detach it"
+            )),
+        }
+    }
+
     pub(crate) fn is_none(&self) -> bool {
         *self == Self::None
     }
@@ -36,8 +60,9 @@ impl Replay {
 pub(super) fn of_new(volume: &VolumeRecord, sharing: Sharing, is_asked_for: bool) -> Replay {
     let is_read_alone = matches!(sharing, Sharing::Exclusive | Sharing::ReadOnly);
     let is_under_way = volume.attachments.iter().any(|a| a.replay == Replay::Due);
+    let nobody_can = volume.attachments.iter().all(|a| a.replay == Replay::Late);
     match is_asked_for && is_read_alone {
-        true if volume.attachments.is_empty() => Replay::Due,
+        true if nobody_can => Replay::Due,
         true if is_under_way => Replay::Awaited,
         // No node writes beside those that may have it mounted.
         _ => Replay::None,
@@ -64,6 +89,22 @@ pub(super) fn hand_on(attachments: &mut [AttachmentRecord]) {
     }
 }
 
+/// The node that may write to replay the journal.
+pub(crate) fn due(volume: &VolumeRecord) -> Option<&str> {
+    let due = volume.attachments.iter().find(|a| a.replay == Replay::Due);
+    due.map(|attachment| attachment.node.as_str())
+}
+
+/// Ends the leave of a node that has not confirmed the replay in time; the next one that waits gets it.
+/// Returns false where that node has no such leave.
+pub(crate) fn end_late(attachments: &mut [AttachmentRecord], node: &str) -> bool {
+    let late = attachments.iter_mut().find(|a| a.node == node && a.replay == Replay::Due);
+    let Some(late) = late else { return false };
+    late.replay = Replay::Late;
+    hand_on(attachments);
+    true
+}
+
 /// Ends the replay, and with it the node's leave to write. Returns false where nothing changed.
 ///
 /// # Errors
@@ -80,6 +121,11 @@ pub(super) fn confirm(volume: &mut VolumeRecord, node: &str) -> Result<bool, Err
                 let node = &other.node;
                 Err(Error::Aborted(format!("node {node} is to replay the journal of {name:?} now")))
             }
+            None if own.replay == Replay::Late => Err(Error::Precondition(format!(
+                "node {node} had {} s to replay the journal of {name:?} and is late: detach it there, \
+                 and attach it again for another try",
+                REPLAY_MAX.as_secs()
+            ))),
             None => Ok(false),
         };
     }
@@ -98,7 +144,9 @@ mod tests {
             usage: String::new(),
             device: false,
             sharing: Sharing::ReadOnly,
-            replay, client: 0 }
+            replay,
+            client: 0,
+        }
     }
 
     fn volume(attachments: Vec<AttachmentRecord>) -> VolumeRecord {
@@ -152,6 +200,26 @@ mod tests {
         take_from(&mut record.attachments, "h1");
         assert_eq!(shares(&record), [Replay::None, Replay::Due]);
         assert!(record.attachments[0].writes_nothing());
+    }
+
+    #[test]
+    fn a_node_that_is_late_with_the_replay_writes_no_more_and_the_next_one_may() {
+        let mut record = volume(vec![reader("h1", Replay::Due), reader("h2", Replay::Awaited)]);
+        assert!(!end_late(&mut record.attachments, "h2"), "it is not its turn");
+        assert_eq!(due(&record), Some("h1"));
+        assert!(end_late(&mut record.attachments, "h1"));
+        assert_eq!(shares(&record), [Replay::Late, Replay::Due]);
+        assert!(record.attachments[0].writes_nothing() && !record.attachments[1].writes_nothing());
+        assert!(confirm(&mut record, "h1").unwrap_err().to_string().contains("node h2"));
+        assert!(end_late(&mut record.attachments, "h2"));
+        assert_eq!((shares(&record), due(&record)), (vec![Replay::Late; 2], None));
+        let late = confirm(&mut record, "h2").unwrap_err().to_string();
+        assert!(late.contains("300 s") && late.contains("detach it there"), "{late}");
+        // Nobody has it mounted: a node that comes now may try.
+        assert_eq!(of_new(&record, Sharing::ReadOnly, true), Replay::Due);
+        record.attachments[1].replay = Replay::Due;
+        assert!(confirm(&mut record, "h2").unwrap());
+        assert_eq!(shares(&record), [Replay::None, Replay::None]);
     }
 
     #[test]

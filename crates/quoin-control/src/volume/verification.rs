@@ -19,6 +19,7 @@ use crate::state::events::Severity;
 use crate::state::records::{Record, Text, VolumeRecord};
 use crate::state::{State, about};
 use crate::text;
+use crate::text::plain;
 use crate::time::{now_ms, timestamp};
 
 /// Findings and replicas in one report.
@@ -126,7 +127,7 @@ impl VerifyRecord {
 
     /// Takes over how far it is and what was found.
     fn take(&mut self, report: &api::Verification) {
-        let short = |text: &str| text.chars().take(TEXT_BYTES_MAX).collect::<String>();
+        let short = |text: &str| plain(text).chars().take(TEXT_BYTES_MAX).collect::<String>();
         self.found = VerifyCounts {
             checked_bytes: report.checked_bytes,
             total_bytes: report.total_bytes,
@@ -363,9 +364,7 @@ impl Verifier {
         }
         record.message = match &volume.opened.owner {
             None => "for a node that opens the volume".to_owned(),
-            Some(node) => format!(
-                "for the target of node {node} (one of an older version never begins: update it)"
-            ),
+            Some(node) => format!("for the target of node {node}"),
         };
         Some(record.message())
     }

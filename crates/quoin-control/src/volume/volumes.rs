@@ -75,7 +75,7 @@ impl Catalog {
         required_bytes: u64,
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let asked = clones::as_made(asked, volume);
+        let asked = clones::as_made(asked, volume)?;
         let spec = spec::complete(&asked, self.state.settings.defaults)?;
         let wanted = Requirement::of(&asked, spec.options.local)?;
         self.check_same(volume, &spec, &wanted, required_bytes, limit_bytes)?;
@@ -91,7 +91,7 @@ impl Catalog {
         limit_bytes: u64,
         source: &Prepared,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let asked = clones::filled_in(asked, Some(source));
+        let asked = clones::filled_in(asked, source)?;
         let size_bytes = source.size_within(required_bytes, limit_bytes)?;
         let asked = VolumeSpec { size_bytes, ..asked };
         self.create_with(&asked, required_bytes, limit_bytes, &[], Some(source)).await

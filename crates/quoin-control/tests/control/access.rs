@@ -70,7 +70,7 @@ async fn ask(channel: Channel) -> Answers {
         },
         take_the_key: code(cluster.backup(BackupRequest::default()).await),
         act_as_p1: {
-            let watch = WatchPoolRequest { pool: "p1".into(), partial: false };
+            let watch = WatchPoolRequest { pool: "p1".into() };
             let watched = code(agent.watch_pool(watch).await);
             let reported = code(agent.report_pool(p1).await);
             assert_eq!(watched, reported);
@@ -82,8 +82,7 @@ async fn ask(channel: Channel) -> Answers {
             reported
         },
         act_as_n1: {
-            let watch =
-                WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
+            let watch = WatchNodeRequest { node: "n1".into() };
             let watched = code(agent.watch_node(watch).await);
             let reported = code(agent.report_node(n1).await);
             assert_eq!(watched, reported);
@@ -281,6 +280,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     let nobody = SetNodeRequest { node: "n5".into(), manages_volumes: true };
     assert_eq!(code(admin.set_node(nobody).await), Code::NotFound);
 
+    tokens_tell_nothing_of_others(&server, &ids).await;
     // A cordon that it requests does not reveal the places of other volumes either.
     let report = NodeReport { node: "n2".into(), ..NodeReport::default() };
     local.report_node(report).await.unwrap();
@@ -299,6 +299,48 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     assert_eq!(seen.replicas.iter().map(|r| &r.volume_id).collect::<Vec<_>>(), [&ids[0]]);
     assert!(cluster.get_cordon(user).await.unwrap().into_inner().attached.is_empty());
     server.stop().await;
+}
+
+/// Walks every list of a node that has nothing attached, an entry a page: neither an entry nor a token
+/// names what is out of its sight.
+async fn tokens_tell_nothing_of_others(server: &Server, volumes: &[String]) {
+    let mut admin = server.admin();
+    for id in volumes {
+        let volume = Some(VolumeRef { id: id.clone(), name: String::new() });
+        let (name, volumes) = (format!("s-{id}"), volume.clone().into_iter().collect());
+        let asked = CreateSnapshotRequest { volume, name: name.clone(), ..Default::default() };
+        // No target cuts them: they are wished for, and listed.
+        let _ =
+            tokio::time::timeout(Duration::from_millis(300), admin.create_snapshot(asked)).await;
+        let asked = CreateGroupSnapshotRequest { name, volumes };
+        let creating = admin.create_group_snapshot(asked);
+        let _ = tokio::time::timeout(Duration::from_millis(300), creating).await;
+    }
+    let stranger = server.member(Role::Node, "stranger").await;
+    let mut stranger = ClusterClient::new(stranger.channel(&server.address).unwrap());
+    for (cluster, expected) in [(&mut admin, volumes.len()), (&mut stranger, 0)] {
+        for include_deleting in [false, true] {
+            let asked =
+                ListVolumesRequest { max_entries: 1, include_deleting, ..Default::default() };
+            let page = cluster.list_volumes(asked).await.unwrap().into_inner();
+            assert_eq!(page.volumes.len(), expected.min(1));
+            assert_eq!(page.next_token.is_empty(), expected < 2, "{}", page.next_token);
+        }
+        let asked = ListSnapshotsRequest { max_entries: 1, ..Default::default() };
+        let page = cluster.list_snapshots(asked).await.unwrap().into_inner();
+        assert_eq!(page.snapshots.len(), expected.min(1));
+        assert_eq!(page.next_token.is_empty(), expected < 2, "{}", page.next_token);
+        let asked = ListGroupSnapshotsRequest { max_entries: 1, ..Default::default() };
+        let page = cluster.list_group_snapshots(asked).await.unwrap().into_inner();
+        assert_eq!(page.groups.len(), expected.min(1));
+        assert_eq!(page.next.is_empty(), expected == 0, "{}", page.next);
+        // A volume that is out of sight is no other one than one that does not exist.
+        for (id, there) in [(volumes[0].clone(), expected > 0), ("9".repeat(32), false)] {
+            let volume = Some(VolumeRef { id, name: String::new() });
+            let listed = cluster.list_schedules(ListSchedulesRequest { volume }).await;
+            assert_eq!(code(listed), if there { Code::Ok } else { Code::NotFound });
+        }
+    }
 }
 
 #[tokio::test]
@@ -494,7 +536,7 @@ async fn assignments_and_events_come_as_they_change_and_a_shutdown_ends_them() {
     let server = Server::start().await;
     let node = server.member(Role::Node, "n1").await;
     let mut agent = AgentClient::new(node.channel(&server.address).unwrap());
-    let watch = WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
+    let watch = WatchNodeRequest { node: "n1".into() };
     let mut assignments = agent.watch_node(watch).await.unwrap().into_inner();
     let first = assignments.message().await.unwrap().unwrap();
     assert!(first.complete && first.targets.is_empty());

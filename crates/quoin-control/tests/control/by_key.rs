@@ -39,7 +39,7 @@ async fn a_node_that_was_replaced_can_do_nothing_with_its_certificate_not_even_r
     // An open connection, with a stream on it.
     let channel = first.channel(&server.address).unwrap();
     let mut agent = AgentClient::new(channel);
-    let watch = WatchNodeRequest { node: "n1".into(), partial: false, ..Default::default() };
+    let watch = WatchNodeRequest { node: "n1".into() };
     let mut assignments = agent.watch_node(watch).await.unwrap().into_inner();
     assignments.message().await.unwrap().unwrap();
 

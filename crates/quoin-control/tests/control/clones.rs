@@ -10,6 +10,7 @@ use quoin_api::control::{
 use quoin_control::Error;
 use quoin_control::records::{BaseUse, VolumeRecord};
 use quoin_control::snapshot_records::SnapshotPhase;
+use tokio::time::Instant;
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, Memory, by_name, pools};
@@ -196,7 +197,7 @@ async fn a_volume_is_copied_by_a_snapshot_that_nobody_sees_and_that_goes_with_th
     assert_eq!(error.code(), Code::Unavailable, "the same attempt: {error}");
     assert_eq!(cluster.obey("n1").await.unwrap(), 1);
     let list = |cluster: &Cluster| {
-        cluster.controller.snapshots.catalog.list(None, 0, "", false).unwrap().0.len()
+        cluster.controller.snapshots.catalog.list(None, 0, "", false, |_| true).unwrap().0.len()
     };
     assert_eq!((list(&cluster), cluster.shown("db").snapshots), (0, 0));
     let copy = cluster.copy(&asked("copy"), 0, &source).await.unwrap();
@@ -437,4 +438,36 @@ async fn a_crash_at_any_write_of_a_copys_life_makes_it_once_and_leaves_nothing_b
             }
         }
     }
+}
+
+#[tokio::test]
+async fn what_a_pool_cannot_make_of_a_clone_any_more_is_rebuilt_elsewhere_and_the_clone_is_ready() {
+    let mut cluster = attached().await;
+    cluster.made("db", "n1", "s").await;
+    cluster.pools.extend(pools(4..=4));
+    cluster.settle().await.unwrap();
+    let made = cluster.copy(&asked("copy"), 0, &of_snapshot(named("s"))).await.unwrap();
+    assert_eq!(cluster.pools_of("copy"), ["p1", "p2", "p3"], "they hold the snapshot");
+    cluster.goes("p3").await;
+    cluster.settle().await.unwrap();
+    let forming = cluster.controller.work.forming.clone();
+    let now = Instant::now();
+    forming.look_at_all(now).await.unwrap();
+    forming.look_at_all(now + Duration::from_secs(29)).await.unwrap();
+    assert_eq!(cluster.shown("copy").phase, "Pending", "it may come back by itself");
+    assert_eq!(cluster.pools_of("copy"), ["p1", "p2", "p3"]);
+    forming.look_at_all(now + Duration::from_secs(30)).await.unwrap();
+    assert_eq!(cluster.pools_of("copy"), ["p1", "p2", "p4"]);
+    cluster.settle().await.unwrap();
+    let copy = cluster.volume("copy");
+    assert_eq!(cluster.shown("copy").phase, "Ready");
+    let (membership, lost) = (&copy.membership, made.replicas.iter().find(|r| r.pool == "p3"));
+    assert_eq!((membership.rf, membership.cf, membership.drf), (2, 2, 3), "p4 is to be rebuilt");
+    assert!(membership.known.iter().all(|member| Some(member.guid) != lost.map(|r| r.guid)));
+    assert!(cluster.reasons().contains(&"ReplicaMadeElsewhere".to_owned()));
+    // It comes back, and makes nothing of what it was told before.
+    cluster.pools.iter_mut().for_each(|pool| pool.online = true);
+    cluster.settle().await.unwrap();
+    let guid = lost.unwrap().guid.0.to_string();
+    assert!(cluster.pools.iter().all(|pool| !pool.born().contains(&guid)));
 }

@@ -427,6 +427,22 @@ impl Cluster {
         acquired.unwrap().unwrap().epoch
     }
 
+    /// Opens the volume as its target would; returns true if that may change its content, as its pools
+    /// and the target itself are told.
+    pub async fn opens_to_write(&self, name: &str, node: &str, incarnation: u128) -> bool {
+        let id = self.volume(name).id.0;
+        let incarnation = Incarnation(incarnation);
+        let acquired =
+            self.controller.volumes.epochs.acquire(id, node, incarnation, Epoch(0)).await;
+        let grant = acquired.unwrap().unwrap().grant;
+        let writes = self.controller.state.identity().verify_grant(&grant).unwrap().writes;
+        let targets = self.controller.assignments.of_node(node).targets;
+        let target = targets.iter().find(|target| target.volume_id == id.to_string()).unwrap();
+        let shared = target.sharers.iter().any(|sharer| !sharer.read_only);
+        assert_eq!(writes, !target.read_only || shared, "{target:?}");
+        writes
+    }
+
     /// Returns the swap that a volume's target would request: the present known list, changed.
     pub fn swap(
         &self,

@@ -1,8 +1,8 @@
 //! The judgement of a volume's health, by what pools and targets report.
 
-use quoin_api::control::{AgentEvent, Volume, volume_condition::Severity};
+use quoin_api::control::{AgentEvent, ReplicaReport, Volume, volume_condition::Severity};
 
-use crate::cluster::{Cluster, pools};
+use crate::cluster::{Cluster, SimPool, pools};
 
 fn reasons(volume: &Volume) -> Vec<(&str, Severity)> {
     assert_eq!(volume.not_judged, "");
@@ -63,6 +63,7 @@ async fn each_condition_has_its_entry_until_it_is_over_and_a_worse_one_hides_non
         cluster.reports("db", "waiting", waiting(kind)).await;
         let shown = cluster.shown("db");
         assert!(reasons(&shown).contains(&(reason, Severity::Inaccessible)), "{shown:?}");
+        assert_eq!(shown.health, "Faulted", "one judgement, wherever it is shown");
     }
     reports(&cluster, &guids, ["in-sync"; 3]).await;
     assert_eq!(reasons(&cluster.shown("db")), []);
@@ -119,4 +120,30 @@ async fn a_volume_that_is_being_created_says_what_it_waits_for() {
     let shown = cluster.shown("db");
     assert_eq!(reasons(&shown), [("BeingCreated", Severity::Inaccessible)]);
     assert!(shown.conditions[0].message.contains("p1"), "{shown:?}");
+}
+
+#[tokio::test]
+async fn a_pool_says_that_records_are_old_by_the_replicas_that_they_have_in_it_and_by_no_others() {
+    let mut cluster = Cluster::of(4).await;
+    let volume = cluster.create("db").await;
+    let holds = |pool: &str| volume.replicas.iter().find(|replica| replica.pool == pool);
+    let (with, without): (Vec<_>, Vec<_>) =
+        cluster.pools.iter().partition(|pool| holds(&pool.name).is_some());
+    let says = async |pool: &SimPool, guid: String| {
+        let mut report = pool.report();
+        report.replicas.retain(|replica| replica.guid != guid);
+        report.replicas.push(ReplicaReport {
+            volume_id: volume.id.0.to_string(),
+            guid,
+            state: "closed".into(),
+            position_epoch: 1 << 30,
+            ..ReplicaReport::default()
+        });
+        cluster.controller.reports.pool(&report).await.unwrap();
+        cluster.reasons().contains(&"RecordsBehind".to_owned())
+    };
+    assert!(!says(without[0], "f".repeat(32)).await, "it has nothing of the volume");
+    let elsewhere = holds(&with[0].name).unwrap().guid.0.to_string();
+    assert!(!says(without[0], elsewhere.clone()).await, "nor is that replica its own");
+    assert!(says(with[0], elsewhere).await);
 }

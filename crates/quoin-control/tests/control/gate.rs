@@ -205,7 +205,7 @@ async fn a_member_holds_its_share_of_the_streams_and_leaves_the_rest_to_others()
     let other = server.member(Role::Node, "n2").await.channel(&server.address).unwrap();
     let watch = |channel: &Channel, node: &str| {
         let mut agent = AgentClient::new(channel.clone());
-        let request = WatchNodeRequest { node: node.into(), partial: false, ..Default::default() };
+        let request = WatchNodeRequest { node: node.into() };
         async move { agent.watch_node(request).await.map(tonic::Response::into_inner) }
     };
     let mut held = Vec::new();

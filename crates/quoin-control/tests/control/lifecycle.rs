@@ -5,6 +5,7 @@ use std::time::Duration;
 use quoin_api::control::{AgentEvent, NodeReport, PoolReport, VolumeRef, VolumeReport, VolumeSpec};
 use quoin_control::Publish;
 use quoin_types::{Epoch, Incarnation};
+use tokio::time::Instant;
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
@@ -509,4 +510,33 @@ async fn a_volume_of_which_replicas_are_gone_already_is_deleted_with_all_that_is
     }
     assert!(cluster.pools.iter().all(|pool| pool.holds.is_empty()));
     assert!(cluster.store.keys("volume/").is_empty(), "no record is left");
+}
+
+#[tokio::test]
+async fn a_replica_whose_pool_cannot_make_it_is_made_elsewhere_and_never_where_it_was_to_be() {
+    let mut cluster = Cluster::of(4).await;
+    let volume = cluster.controller.volumes.catalog.create(&spec("db"), 0).await.unwrap();
+    let lost = volume.replicas[1].clone();
+    cluster.goes(&lost.pool).await;
+    cluster.settle().await.unwrap();
+    let forming = cluster.controller.work.forming.clone();
+    let now = Instant::now();
+    forming.look_at_all(now).await.unwrap();
+    forming.look_at_all(now + Duration::from_secs(31)).await.unwrap();
+    let elsewhere = cluster.volume("db");
+    assert!(elsewhere.replicas.iter().all(|replica| replica.pool != lost.pool));
+    assert_eq!(elsewhere.membership.retired, [lost.guid]);
+    assert_eq!(elsewhere.membership.version, volume.membership.version + 1);
+    cluster.settle().await.unwrap();
+    let ready = cluster.volume("db");
+    assert_eq!(cluster.shown("db").phase, "Ready");
+    assert_eq!((ready.membership.rf, ready.membership.known.len()), (3, 3));
+    cluster.pools.iter_mut().for_each(|pool| pool.online = true);
+    cluster.settle().await.unwrap();
+    let guid = lost.guid.0.to_string();
+    assert!(
+        cluster.pools.iter().all(|pool| !pool.born().contains(&guid)),
+        "it was told to delete it"
+    );
+    assert!(cluster.volume("db").discarded.is_empty(), "it said that it has none");
 }

@@ -34,7 +34,7 @@ async fn serve_pool(mut agent: AgentClient<Channel>, name: String) {
         ..PoolReport::default()
     };
     agent.report_pool(report(&holds)).await.unwrap();
-    let asked = WatchPoolRequest { pool: name.clone(), partial: true };
+    let asked = WatchPoolRequest { pool: name.clone() };
     let mut told = agent.watch_pool(asked).await.unwrap().into_inner();
     while let Ok(Some(assignment)) = told.message().await {
         for told in assignment.replicas {
@@ -96,13 +96,13 @@ async fn make_with(server: &Server, name: &str, encryption: Option<Encryption>) 
     made
 }
 
-async fn watch_pool(server: &Server, partial: bool) -> Streaming<PoolAssignment> {
-    let asked = WatchPoolRequest { pool: pool(0), partial };
+async fn watch_pool(server: &Server) -> Streaming<PoolAssignment> {
+    let asked = WatchPoolRequest { pool: pool(0) };
     server.local_agent().watch_pool(asked).await.unwrap().into_inner()
 }
 
-async fn watch_node(server: &Server, partial: bool) -> Streaming<NodeAssignment> {
-    let asked = WatchNodeRequest { node: "n1".into(), partial, ..Default::default() };
+async fn watch_node(server: &Server) -> Streaming<NodeAssignment> {
+    let asked = WatchNodeRequest { node: "n1".into() };
     server.local_agent().watch_node(asked).await.unwrap().into_inner()
 }
 
@@ -131,8 +131,7 @@ async fn bytes_of_one_beside(volumes: usize) -> (usize, usize) {
     for n in 0..volumes {
         make(&server, &format!("v{n}")).await;
     }
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server, true).await, watch_node(&server, true).await);
+    let (mut of_pool, mut of_node) = (watch_pool(&server).await, watch_node(&server).await);
     let whole = next(&mut of_pool).await.unwrap();
     assert_eq!((whole.partial, whole.replicas.len()), (false, volumes));
     let whole = next(&mut of_node).await.unwrap();
@@ -166,8 +165,7 @@ async fn a_removal_is_named_and_a_stream_that_begins_anew_is_told_the_whole() {
     for name in ["stays", "goes"] {
         make(&server, name).await;
     }
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server, true).await, watch_node(&server, true).await);
+    let (mut of_pool, mut of_node) = (watch_pool(&server).await, watch_node(&server).await);
     let whole = next(&mut of_pool).await.unwrap();
     assert_eq!(whole.replicas.len(), 2);
     assert_eq!(next(&mut of_node).await.unwrap().targets.len(), 2);
@@ -190,37 +188,11 @@ async fn a_removal_is_named_and_a_stream_that_begins_anew_is_told_the_whole() {
     assert!(told.iter().all(|m| m.partial && !m.complete));
     assert!(next(&mut of_pool).await.is_none(), "nothing else changed");
 
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server, true).await, watch_node(&server, true).await);
+    let (mut of_pool, mut of_node) = (watch_pool(&server).await, watch_node(&server).await);
     let whole = next(&mut of_pool).await.unwrap();
     assert_eq!((whole.partial, whole.replicas.len()), (false, 1));
     let whole = next(&mut of_node).await.unwrap();
     assert_eq!((whole.partial, whole.complete, whole.targets.len()), (false, true, 1));
-    server.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_member_that_does_not_ask_for_changes_alone_is_told_the_whole_each_time() {
-    let server = cluster().await;
-    make(&server, "first").await;
-    let (mut of_pool, mut of_node) =
-        (watch_pool(&server, false).await, watch_node(&server, false).await);
-    assert_eq!(next(&mut of_pool).await.unwrap().replicas.len(), 1);
-    assert_eq!(next(&mut of_node).await.unwrap().targets.len(), 1);
-    let second = make(&server, "second").await.id;
-    let is_kept =
-        |m: &PoolAssignment| m.replicas.iter().any(|r| r.volume_id == second && r.phase == "Keep");
-    for told in until(&mut of_pool, is_kept).await {
-        assert!(!told.partial && told.removed.is_empty() && told.replicas.len() == 2, "{told:?}");
-    }
-    let told = until(&mut of_node, |m| m.targets.len() == 2).await;
-    assert!(told.iter().all(|m| m.complete && !m.partial && m.removed.is_empty()));
-    let detach =
-        UnpublishVolumeRequest { volume: named("first"), node: "n1".into(), ..Default::default() };
-    server.admin().unpublish_volume(detach).await.unwrap();
-    let told = until(&mut of_node, |m| m.targets.len() == 1).await;
-    let last = told.last().unwrap();
-    assert_eq!((last.complete, &last.targets[0].volume_id), (true, &second));
     server.stop().await;
 }
 
@@ -265,24 +237,4 @@ async fn a_report_of_changes_builds_on_the_one_that_was_taken_and_else_the_whole
     assert_eq!(taken(&cluster, removes).await, 14);
     cluster.restart().await;
     assert_eq!(taken(&cluster, change(&cluster, 15, 14)).await, 0, "another process");
-    // Reports of former versions have no number.
-    assert_eq!(taken(&cluster, whole(&cluster, 0)).await, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_target_that_does_not_encrypt_is_given_no_encrypted_volume() {
-    let server = cluster().await;
-    let user = quoin_encryption::UserKey::parse(b"correct horse").unwrap();
-    let encryption = quoin_encryption::Encryption::create(&user, "a").unwrap();
-    make_with(&server, "secret", Some((&encryption).into())).await;
-    make(&server, "plain").await;
-    for (encrypts, expected) in [(true, &["plain", "secret"][..]), (false, &["plain"])] {
-        let asked =
-            WatchNodeRequest { node: "n1".into(), partial: true, encrypts, ..Default::default() };
-        let mut stream = server.local_agent().watch_node(asked).await.unwrap().into_inner();
-        let targets = next(&mut stream).await.unwrap().targets;
-        let mut names: Vec<_> = targets.into_iter().map(|target| target.name).collect();
-        names.sort();
-        assert_eq!(names, expected);
-    }
 }

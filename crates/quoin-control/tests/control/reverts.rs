@@ -69,6 +69,7 @@ impl Cluster {
 #[tokio::test]
 async fn a_volume_goes_back_while_nobody_has_it_and_nobody_gets_it_meanwhile() {
     let (cluster, node) = Cluster::detached().await;
+    assert!(!cluster.opens_to_write("db", &node, 6).await, "a snapshot is made by what reads");
     let wished = cluster.revert("db", "s").await.unwrap();
     assert_eq!(wished.phase, RevertPhase::Wished);
     assert_eq!(cluster.revert("db", "s").await.unwrap(), wished, "the same request");
@@ -76,6 +77,7 @@ async fn a_volume_goes_back_while_nobody_has_it_and_nobody_gets_it_meanwhile() {
     assert_eq!(refused.code(), tonic::Code::Unavailable, "{refused}");
     let [command] = &cluster.commands(&node)[..] else { panic!("one command") };
     assert!(matches!(command.what, Some(Told::RevertTo(_))));
+    assert!(cluster.opens_to_write("db", &node, 7).await, "this work alone changes the content");
     let of_another = outcome("n2", command);
     cluster.controller.snapshots.commands.ended(&of_another).await.unwrap();
     assert_eq!(cluster.now(&wished).await.phase, RevertPhase::Wished);
@@ -240,7 +242,7 @@ async fn answered<T>(
     answer: impl Fn(&PullPart, String) -> PulledPart,
 ) -> T {
     let answering = async {
-        let mut begun = cluster.controller.snapshots.commands.of_node("n1", true).begun();
+        let mut begun = cluster.controller.snapshots.commands.of_node("n1").begun();
         loop {
             for command in cluster.commands("n1") {
                 let Some(Told::PullPart(pull)) = &command.what else { panic!("{command:?}") };

@@ -100,6 +100,29 @@ async fn a_volume_is_taken_from_its_node_only_once_neither_controller_nor_pools_
     assert!(lost.await.unwrap().unwrap_err().contains("n2"));
 }
 
+#[tokio::test]
+async fn one_pool_that_says_otherwise_than_a_quorum_keeps_no_volume_on_a_lost_node_and_is_named() {
+    let cluster = impatient().await;
+    cluster.attach("db", "n1").await.unwrap();
+    let id = cluster.volume("db").id.0;
+    cluster.open_volume(id, "n1", 9).await;
+    let elsewhere = publish("n2", Sharing::Exclusive, false);
+    for _ in 0..7 {
+        tokio::time::sleep(TIMEOUT / 5).await;
+        cluster.hear(Hearing::Silent, &["n2"]).await;
+        let mut liar = cluster.pools[1].report();
+        liar.replicas.iter_mut().for_each(|replica| replica.set_hearing(Hearing::Hears));
+        cluster.controller.reports.pool(&liar).await.unwrap();
+    }
+    cluster.publish(&elsewhere).await.unwrap();
+    let events = cluster.controller.state.events().after(0);
+    let named = events.iter().find(|event| event.reason == "PoolDissents").unwrap();
+    let liar = &cluster.pools[1].name;
+    assert!(named.message.contains(&format!("pool {liar} hears its target")), "{}", named.message);
+    assert_eq!(named.severity, "Warning");
+    assert_eq!(named.object_name, "db");
+}
+
 /// Proves CSI-ACCESSMODE-05.
 #[tokio::test]
 async fn nodes_that_share_a_volume_are_led_to_the_one_that_serves_it() {
@@ -118,9 +141,12 @@ async fn nodes_that_share_a_volume_are_led_to_the_one_that_serves_it() {
 
     let targets = |node: &str| cluster.controller.assignments.of_node(node).targets;
     let (served, led) = (targets("n1").remove(0), targets("n2").remove(0));
-    assert_eq!(served.sharers, [Sharer { node: "n2".into(), read_only: true, client: 0 }]);
+    assert_eq!(
+        served.sharers,
+        [Sharer { node: "n2".into(), read_only: true, ..Default::default() }]
+    );
     assert!(served.served_at.is_none() && !served.read_only && !served.replicas.is_empty());
-    let nowhere = ServedAt { node: "n1".into(), address: String::new() };
+    let nowhere = ServedAt { node: "n1".into(), ..Default::default() };
     assert_eq!((led.served_at, led.read_only, led.replicas.len()), (Some(nowhere), true, 0));
     assert_eq!((led.used_since_epoch, led.sharers.len()), (served.used_since_epoch, 0));
     let shown = cluster.shown("db");
@@ -186,4 +212,78 @@ async fn a_node_that_loses_a_shared_volume_by_force_loses_what_the_target_holds_
     let volume = cluster.volume("db");
     assert_eq!((volume.opened.owner.as_deref(), volume.attachments.len()), (Some("n1"), 1));
     assert!(volume.grants.fenced > epoch.0, "the target opens it anew, without that node");
+}
+
+/// Proves CSI-ACCESSMODE-02: a node that has a volume read-only gets no leave to write it, and where a
+/// journal is due, none beyond the replay and its time.
+#[tokio::test]
+async fn a_node_that_reads_has_no_grant_that_writes_except_while_it_replays_a_journal() {
+    let look = async |cluster: &Cluster, after: Duration| {
+        let now = tokio::time::Instant::now() + after;
+        cluster.controller.work.tender.look_at_all(now).await.unwrap();
+    };
+    let reader =
+        |node: &str, replays| Publish { replays, ..publish(node, Sharing::ReadOnly, true) };
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    cluster.publish(&reader("n1", false)).await.unwrap();
+    assert!(!cluster.opens_to_write("db", "n1", 1).await);
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "").await.unwrap();
+
+    // It confirms: its grant is taken back, and the next one reads.
+    cluster.publish(&reader("n1", true)).await.unwrap();
+    assert!(cluster.opens_to_write("db", "n1", 2).await);
+    cluster.serving("db", &[]).await;
+    let granted = cluster.volume("db").opened.epoch;
+    let shown = cluster.shown("db").attachments.remove(0);
+    assert!(shown.replays && shown.message.contains("300 s at most"), "{}", shown.message);
+    look(&cluster, Duration::ZERO).await;
+    look(&cluster, Duration::from_secs(299)).await;
+    assert!(cluster.shown("db").attachments[0].replays, "it has time yet");
+    let confirmed = async || {
+        let volume = cluster.volume("db");
+        cluster.controller.volumes.attachments.confirm_replay(&volume, "n1").await
+    };
+    confirmed().await.unwrap();
+    let volume = cluster.volume("db");
+    assert!(volume.grants.fenced > granted && volume.opened.epoch == volume.grants.fenced);
+    assert!(!cluster.opens_to_write("db", "n1", 3).await);
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "").await.unwrap();
+
+    // It does not: its leave goes to the node that waits, and then to nobody.
+    cluster.publish(&reader("n1", true)).await.unwrap();
+    cluster.publish(&reader("n2", true)).await.unwrap();
+    assert!(cluster.opens_to_write("db", "n1", 4).await);
+    look(&cluster, Duration::from_secs(1000)).await;
+    look(&cluster, Duration::from_secs(1301)).await;
+    let of = |node: &str| {
+        let shown = cluster.shown("db").attachments;
+        let of_it = shown.into_iter().find(|a| a.node == node).unwrap();
+        (of_it.replays, of_it.replay_is_late)
+    };
+    assert_eq!((of("n1"), of("n2")), ((false, true), (true, false)));
+    assert!(confirmed().await.unwrap_err().to_string().contains("node n2"));
+    assert!(cluster.opens_to_write("db", "n1", 5).await, "for n2, which reaches it there");
+    look(&cluster, Duration::from_secs(1302)).await;
+    look(&cluster, Duration::from_secs(1700)).await;
+    assert_eq!((of("n1"), of("n2")), ((false, true), (false, true)));
+    assert!(cluster.volume("db").grants.fenced_at_once, "it is cut");
+    assert!(!cluster.opens_to_write("db", "n1", 6).await);
+    assert!(confirmed().await.unwrap_err().to_string().contains("detach it there"));
+    let late = cluster.reasons().into_iter().filter(|reason| reason == "ReplayLate");
+    assert_eq!(late.count(), 2);
+}
+
+#[tokio::test]
+async fn the_last_node_that_writes_takes_the_grant_that_writes_with_it() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    cluster.publish(&publish("n1", Sharing::SingleWriter, true)).await.unwrap();
+    assert!(!cluster.opens_to_write("db", "n1", 1).await);
+    cluster.publish(&publish("n2", Sharing::SingleWriter, false)).await.unwrap();
+    assert!(cluster.opens_to_write("db", "n1", 2).await, "for n2, which reaches it there");
+    let granted = cluster.volume("db").opened.epoch;
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n2").await.unwrap();
+    assert!(cluster.volume("db").grants.fenced > granted);
+    assert!(!cluster.opens_to_write("db", "n1", 3).await);
 }

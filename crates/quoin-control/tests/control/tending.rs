@@ -38,6 +38,7 @@ async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_cha
     let hosts: Vec<_> = volume.replicas.iter().map(|r| r.pool.replace('p', "h")).collect();
     assert!(hosts.contains(&node), "where a replica is: {node}");
     assert_eq!(told(&cluster, &node), [true], "no client gets in");
+    assert!(!cluster.opens_to_write("db", &node, 8).await, "a replica is added by what reads");
     let epoch = cluster.open_volume(volume.id.0, &node, 9).await;
     let new = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
     let member = quoin_types::Member { id: new.id.0, guid: new.guid.0 };

@@ -46,7 +46,7 @@ pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
         };
         let orders = async {
             loop {
-                let request = WatchPoolRequest { pool: name.clone(), partial: false };
+                let request = WatchPoolRequest { pool: name.clone() };
                 if let Ok(stream) = agent.clone().watch_pool(request).await {
                     obey(&pool, agent.clone(), stream.into_inner()).await;
                 }
@@ -342,13 +342,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
         let mut join = JoinClient::new(node.controller(&server.address).unwrap());
         let answers = [
             ("ReportPool", of_pool.report_pool(report("p1")).await.err()),
-            (
-                "WatchPool",
-                of_pool
-                    .watch_pool(WatchPoolRequest { pool: "p1".into(), partial: false })
-                    .await
-                    .err(),
-            ),
+            ("WatchPool", of_pool.watch_pool(WatchPoolRequest { pool: "p1".into() }).await.err()),
             (
                 "ReportHoldings",
                 of_pool
@@ -366,17 +360,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
                     .await
                     .err(),
             ),
-            (
-                "WatchNode",
-                of_node
-                    .watch_node(WatchNodeRequest {
-                        node: named.clone(),
-                        partial: false,
-                        ..Default::default()
-                    })
-                    .await
-                    .err(),
-            ),
+            ("WatchNode", of_node.watch_node(WatchNodeRequest { node: named.clone() }).await.err()),
             ("AcquireEpoch", of_node.acquire_epoch(epoch).await.err()),
             ("SwapMembership", of_node.swap_membership(swap).await.err()),
             ("ReportVolume", of_node.report_volume(volume).await.err()),

@@ -17,6 +17,7 @@ use tonic::{Request, Response, Status};
 use crate::backend::{Backend, by_id, is_id};
 use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
+use crate::edition::Edition;
 use crate::in_flight::run_to_completion;
 use crate::refusal::{self, invalid, missing, not_served, out_of_range};
 use crate::{Plugin, context, encryption, health, limits, parameters, topology};
@@ -24,25 +25,26 @@ use crate::{Plugin, context, encryption, health, limits, parameters, topology};
 /// Serves Controller in the modes that have it.
 pub(crate) struct ControllerService(pub Plugin);
 
-/// Capabilities of this controller, in the order of the interface's numbers.
-const CAPABILITIES: &[rpc::Type] = &[
-    rpc::Type::CreateDeleteVolume,
-    rpc::Type::PublishUnpublishVolume,
-    rpc::Type::ListVolumes,
-    rpc::Type::GetCapacity,
-    rpc::Type::CreateDeleteSnapshot,
-    rpc::Type::ListSnapshots,
-    rpc::Type::CloneVolume,
-    rpc::Type::PublishReadonly,
-    rpc::Type::ExpandVolume,
-    rpc::Type::ListVolumesPublishedNodes,
-    rpc::Type::VolumeCondition,
-    rpc::Type::GetVolume,
-    rpc::Type::SingleNodeMultiWriter,
-    rpc::Type::ModifyVolume,
-    rpc::Type::GetVolumeHealth,
-    rpc::Type::ListVolumeHealth,
-    rpc::Type::GetSnapshot,
+/// Capabilities of this controller and the edition that brought each, in the order of the interface's
+/// numbers.
+const CAPABILITIES: &[(Edition, rpc::Type)] = &[
+    (Edition::OLDEST, rpc::Type::CreateDeleteVolume),
+    (Edition::OLDEST, rpc::Type::PublishUnpublishVolume),
+    (Edition::OLDEST, rpc::Type::ListVolumes),
+    (Edition::OLDEST, rpc::Type::GetCapacity),
+    (Edition::OLDEST, rpc::Type::CreateDeleteSnapshot),
+    (Edition::OLDEST, rpc::Type::ListSnapshots),
+    (Edition::OLDEST, rpc::Type::CloneVolume),
+    (Edition::OLDEST, rpc::Type::PublishReadonly),
+    (Edition::OLDEST, rpc::Type::ExpandVolume),
+    (Edition::OLDEST, rpc::Type::ListVolumesPublishedNodes),
+    (Edition::OLDEST, rpc::Type::VolumeCondition),
+    (Edition::OLDEST, rpc::Type::GetVolume),
+    (Edition::OLDEST, rpc::Type::SingleNodeMultiWriter),
+    (Edition::V1_9, rpc::Type::ModifyVolume),
+    (Edition::NEWEST, rpc::Type::GetVolumeHealth),
+    (Edition::NEWEST, rpc::Type::ListVolumeHealth),
+    (Edition::V1_12, rpc::Type::GetSnapshot),
 ];
 
 impl ControllerService {
@@ -52,6 +54,13 @@ impl ControllerService {
             return Err(not_served(rpc, "this process runs in node mode"));
         }
         Ok(self.0.backend().clone())
+    }
+
+    /// As [`Self::served`], of a call that came with a later edition.
+    fn served_since(&self, rpc: &'static str, since: Edition) -> Result<Backend, Status> {
+        let backend = self.served(rpc)?;
+        self.0.serves_since(rpc, since)?;
+        Ok(backend)
     }
 }
 
@@ -76,7 +85,7 @@ impl Controller for ControllerService {
         let wanted = topology::of_requirement(request.accessibility_requirements.as_ref())?;
         (spec.accessible_topology, spec.preferred_topology) = (wanted.requisite, wanted.preferred);
         let key = encryption::of_new_volume(&spec, &request.secrets)?;
-        let held = self.0.controller_calls().begin("volume name", &request.name)?;
+        let held = self.0.begin("volume name", &request.name).await?;
         run_to_completion("CreateVolume", async move {
             let _held = held;
             spec.name = request.name;
@@ -110,7 +119,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("DeleteVolume", &request.secrets)?;
-        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("DeleteVolume", async move {
             let _held = held;
             backend.delete_volume(&request.volume_id).await?;
@@ -134,7 +143,7 @@ impl Controller for ControllerService {
         limits::map("volume_context", &request.volume_context)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref())
             .map_err(CapabilityError::invalid)?;
-        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("ControllerPublishVolume", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
@@ -168,7 +177,7 @@ impl Controller for ControllerService {
         limits::required("volume_id", &request.volume_id)?;
         limits::node_id("node_id", &request.node_id)?;
         self.0.admit("ControllerUnpublishVolume", &request.secrets)?;
-        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("ControllerUnpublishVolume", async move {
             let _held = held;
             backend.unpublish_volume(&request.volume_id, &request.node_id).await?;
@@ -291,12 +300,10 @@ impl Controller for ControllerService {
         _: Request<ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<ControllerGetCapabilitiesResponse>, Status> {
         self.served("ControllerGetCapabilities")?;
-        let capabilities = CAPABILITIES
-            .iter()
-            .map(|kind| ControllerServiceCapability {
-                r#type: Some(Type::Rpc(Rpc { r#type: (*kind).into() })),
-            })
-            .collect();
+        let capability = |kind: rpc::Type| ControllerServiceCapability {
+            r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
+        };
+        let capabilities = self.0.of_edition(CAPABILITIES).into_iter().map(capability).collect();
         Ok(Response::new(ControllerGetCapabilitiesResponse { capabilities }))
     }
 
@@ -316,7 +323,7 @@ impl Controller for ControllerService {
                 .map_err(CapabilityError::invalid)?
                 .is_block(),
         };
-        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("ControllerExpandVolume", async move {
             let _held = held;
             let mut volume = backend.volume(&request.volume_id).await?;
@@ -368,13 +375,13 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerModifyVolumeRequest>,
     ) -> Result<Response<ControllerModifyVolumeResponse>, Status> {
-        let backend = self.served("ControllerModifyVolume")?;
+        let backend = self.served_since("ControllerModifyVolume", Edition::V1_9)?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("ControllerModifyVolume", &request.secrets)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let change = parameters::read_change(&request.mutable_parameters)?;
-        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("ControllerModifyVolume", async move {
             let _held = held;
             modify::modify(&backend, &request.volume_id, change).await?;
@@ -410,7 +417,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerListVolumeHealthRequest>,
     ) -> Result<Response<ControllerListVolumeHealthResponse>, Status> {
-        let backend = self.served("ControllerListVolumeHealth")?;
+        let backend = self.served_since("ControllerListVolumeHealth", Edition::NEWEST)?;
         let request = request.into_inner();
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
@@ -428,7 +435,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<ControllerGetVolumeHealthResponse>, Status> {
-        let backend = self.served("ControllerGetVolumeHealth")?;
+        let backend = self.served_since("ControllerGetVolumeHealth", Edition::NEWEST)?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("ControllerGetVolumeHealth", &request.secrets)?;

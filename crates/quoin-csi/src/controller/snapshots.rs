@@ -9,6 +9,7 @@ use tonic::{Response, Status};
 
 use super::{ControllerService, response};
 use crate::backend::is_id;
+use crate::edition::Edition;
 use crate::in_flight::run_to_completion;
 use crate::refusal::{invalid, no_snapshot, not_cut};
 use crate::{limits, parameters, topology};
@@ -27,7 +28,7 @@ impl ControllerService {
         // A snapshot lies where its volume does, so what is preferred is no choice.
         let given = request.accessibility_requirements.as_ref();
         let requisite = topology::of_requirement(given)?.requisite;
-        let held = self.0.controller_calls().begin("snapshot name", &request.name)?;
+        let held = self.0.begin("snapshot name", &request.name).await?;
         run_to_completion("CreateSnapshot", async move {
             let _held = held;
             let source = &request.source_volume_id;
@@ -51,7 +52,7 @@ impl ControllerService {
         let backend = self.served("DeleteSnapshot")?;
         limits::required("snapshot_id", &request.snapshot_id)?;
         self.0.admit("DeleteSnapshot", &request.secrets)?;
-        let held = self.0.controller_calls().begin("snapshot", &request.snapshot_id)?;
+        let held = self.0.begin("snapshot", &request.snapshot_id).await?;
         run_to_completion("DeleteSnapshot", async move {
             let _held = held;
             backend.delete_snapshot(&request.snapshot_id).await?;
@@ -105,7 +106,7 @@ impl ControllerService {
         &self,
         request: GetSnapshotRequest,
     ) -> Result<Response<GetSnapshotResponse>, Status> {
-        let backend = self.served("GetSnapshot")?;
+        let backend = self.served_since("GetSnapshot", Edition::V1_12)?;
         limits::required("snapshot_id", &request.snapshot_id)?;
         self.0.admit("GetSnapshot", &request.secrets)?;
         run_to_completion("GetSnapshot", async move {

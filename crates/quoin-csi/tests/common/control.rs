@@ -244,16 +244,20 @@ async fn apply_assignments(
     held: &mut BTreeSet<String>,
 ) -> Result<(), Status> {
     agent.report_pool(report.clone()).await?;
-    let watched =
-        agent.watch_pool(WatchPoolRequest { pool: report.pool.clone(), partial: false }).await?;
+    let watched = agent.watch_pool(WatchPoolRequest { pool: report.pool.clone() }).await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
             Err(_) => {}
             Ok(assignment) => {
                 let Some(assignment) = assignment? else { return Ok(()) };
+                let told = |guid: &String| {
+                    !assignment.partial || assignment.replicas.iter().any(|one| one.guid == *guid)
+                };
+                let removed = |guid: &String| assignment.removed.contains(guid);
+                report.replicas.retain(|one| !told(&one.guid) && !removed(&one.guid));
                 let replicas = assignment.replicas.into_iter().map(|one| apply_replica(one, held));
-                report.replicas = replicas.collect();
+                report.replicas.extend(replicas);
             }
         }
         agent.report_pool(report.clone()).await?;
@@ -298,13 +302,7 @@ async fn listen(
     serving: &mut BTreeMap<String, JoinSet<()>>,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
-    let watched = agent
-        .watch_node(WatchNodeRequest {
-            node: report.node.clone(),
-            encrypts: true,
-            ..Default::default()
-        })
-        .await?;
+    let watched = agent.watch_node(WatchNodeRequest { node: report.node.clone() }).await?;
     let mut assignments = watched.into_inner();
     loop {
         match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
@@ -313,7 +311,10 @@ async fn listen(
                 let Some(assignment) = assignment? else { return Ok(()) };
                 let wanted: BTreeSet<_> =
                     assignment.targets.into_iter().map(|target| target.volume_id).collect();
-                serving.retain(|id, _| wanted.contains(id));
+                match assignment.partial {
+                    true => serving.retain(|id, _| !assignment.removed.contains(id)),
+                    false => serving.retain(|id, _| wanted.contains(id)),
+                }
                 for id in wanted {
                     let path = sockets.join(format!("{id}.sock"));
                     serving.entry(id).or_insert_with(|| {
@@ -351,8 +352,7 @@ async fn obey_stream(
 ) -> Result<(), Status> {
     use command_outcome::What as Ended;
     use target_command::What as Told;
-    let watched =
-        agent.watch_commands(WatchCommandsRequest { node: name.to_owned(), points: true }).await?;
+    let watched = agent.watch_commands(WatchCommandsRequest { node: name.to_owned() }).await?;
     let mut commands = watched.into_inner();
     let mut cuts = BTreeMap::new();
     while let Some(command) = commands.message().await? {

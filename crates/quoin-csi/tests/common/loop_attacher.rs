@@ -13,11 +13,18 @@ pub struct LoopAttacher {
     pub made: AtomicUsize,
     /// Questions about sessions get no answer.
     pub is_silent: AtomicBool,
+    /// Devices are not made, and their requests get no answer.
+    pub is_stuck: AtomicBool,
 }
 
 impl LoopAttacher {
     pub fn new(directory: PathBuf) -> Self {
-        Self { directory, made: AtomicUsize::new(0), is_silent: AtomicBool::new(false) }
+        Self {
+            directory,
+            made: AtomicUsize::new(0),
+            is_silent: AtomicBool::new(false),
+            is_stuck: AtomicBool::new(false),
+        }
     }
 
     pub fn is_possible() -> bool {
@@ -60,6 +67,9 @@ impl LoopAttacher {
 #[tonic::async_trait]
 impl Attacher for LoopAttacher {
     async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error> {
+        while self.is_stuck.load(Ordering::Relaxed) {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
         if let Some(device) = self.find(&request.volume) {
             return Ok(device);
         }

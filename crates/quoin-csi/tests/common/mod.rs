@@ -15,7 +15,7 @@ use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
 use quoin_api::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
 use quoin_api::csi::*;
-use quoin_csi::{Backend, Callers, Mode, NodeSide, Plugin, PluginOptions};
+use quoin_csi::{Backend, Callers, Edition, Mode, NodeSide, Plugin, PluginOptions};
 use quoin_identity::unix_channel;
 use quoin_node::{HostOptions, NodeHost};
 use quoin_testkit::skipped;
@@ -55,6 +55,10 @@ impl World {
     }
 
     pub async fn start_with(mode: Mode, callers: Callers) -> Self {
+        Self::start_of(Edition::NEWEST, mode, callers).await
+    }
+
+    pub async fn start_of(edition: Edition, mode: Mode, callers: Callers) -> Self {
         let root = tempfile::Builder::new().prefix("quoin csi ").tempdir().unwrap();
         for directory in
             ["run/nbd", "other-node/nbd", "state", "devices", "stage", "pods", "socket"]
@@ -70,7 +74,8 @@ impl World {
         let (plugin_stop, _) = watch::channel(false);
         let socket = root.path().join("socket/csi.sock");
         let plugin =
-            start_plugin(root.path(), mode, callers, &attacher, plugin_stop.subscribe()).await;
+            start_plugin(root.path(), mode, callers, edition, &attacher, plugin_stop.subscribe())
+                .await;
         let channel = unix_channel(&socket);
         Self {
             identity: IdentityClient::new(channel.clone()),
@@ -90,9 +95,15 @@ impl World {
         self.stop_plugin().await;
         self.plugin_stop.send_replace(false);
         let stop = self.plugin_stop.subscribe();
-        self.plugin =
-            start_plugin(self.root.path(), Mode::ALL, Callers::default(), &self.attacher, stop)
-                .await;
+        self.plugin = start_plugin(
+            self.root.path(),
+            Mode::ALL,
+            Callers::default(),
+            Edition::NEWEST,
+            &self.attacher,
+            stop,
+        )
+        .await;
     }
 
     /// Ends the plugin.
@@ -187,6 +198,7 @@ async fn start_plugin(
     root: &Path,
     mode: Mode,
     callers: Callers,
+    edition: Edition,
     attacher: &Arc<LoopAttacher>,
     stop: watch::Receiver<bool>,
 ) -> tokio::task::JoinHandle<()> {
@@ -201,6 +213,8 @@ async fn start_plugin(
         callers,
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode,
+        edition,
+        volume_mount_group: true,
         backend: Backend::new(unix_channel(&root.join("run/admin.sock"))),
         node: Some(NodeSide {
             name: NODE.to_owned(),

@@ -85,16 +85,16 @@ pub(super) fn connect(
     };
     let deadline = Instant::now() + options.handshake_timeout;
     let mut negotiator = Negotiator { stream: &stream, deadline, export: &options.export, shown };
+    let negotiation = |reason| ClientError::Negotiation { address: address.clone(), reason };
     let info = negotiator.run().map_err(|reason| match reason {
-        Failure::Io(error) => {
-            ClientError::Negotiation { address: address.clone(), reason: error.to_string() }
-        }
-        Failure::Protocol(reason) => {
-            ClientError::Negotiation { address: address.clone(), reason }
-        }
-        Failure::ClientOver(reason) => {
-            ClientError::ClientOver { address: address.clone(), reason }
-        }
+        Failure::Io(error) if is_timeout(&error) => negotiation(format!(
+            "no answer within {} ms: its target is stopped or hangs; once it answers again \
+             (`quoin node list`), try again",
+            options.handshake_timeout.as_millis()
+        )),
+        Failure::Io(error) => negotiation(error.to_string()),
+        Failure::Protocol(reason) => negotiation(reason),
+        Failure::ClientOver(reason) => ClientError::ClientOver { address: address.clone(), reason },
     })?;
     let fd = match stream {
         Stream::Unix(stream) => {
@@ -107,6 +107,12 @@ pub(super) fn connect(
         }
     };
     Ok((fd, info))
+}
+
+/// Returns true if a socket's own timeout ended the call, whatever name the kernel has for it.
+fn is_timeout(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{TimedOut, WouldBlock};
+    matches!(error.kind(), TimedOut | WouldBlock)
 }
 
 enum Failure {

@@ -11,8 +11,8 @@ use rustix::io::Errno;
 
 use super::{ClientError, ClientOptions, ExportInfo, RequestError, handshake};
 use crate::protocol::{
-    CHUNK_HEADER_BYTES, NUMBER_BYTES, RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE,
-    STRUCTURED_REPLY_MAGIC, be16, be32, be64, chunk, command, error,
+    CHUNK_HEADER_BYTES, NUMBER_BYTES, RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC,
+    STATE_HOLE, STRUCTURED_REPLY_MAGIC, be16, be32, be64, chunk, command, error,
 };
 
 /// Limit of one `read`.

@@ -4,20 +4,20 @@
 //! mounts as the kernel has them, and at the last failure of staging or publishing. It changes
 //! nothing, and it ends: what hangs is given up after a moment and is itself a finding.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::volume_stats::staged_read_only;
 use super::{NodeHost, is_of_device, publish};
 use crate::attach::Session;
 use crate::error::{Error, Kind};
+use crate::mount;
 use crate::mountinfo::{self, Mount};
 use crate::records::{Access, Record, Staging};
 
-/// Time for an answer of the attach process, and of a file system.
+/// Time for an answer of the attach process.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 /// Failed volumes that are remembered.
 const FAILURES_MAX: usize = 1024;
@@ -80,22 +80,15 @@ pub struct VolumeFault {
     pub message: String,
 }
 
-/// Failures of steps, and file systems that do not answer.
+/// Failures of steps.
 #[derive(Default)]
 pub(super) struct Troubles {
     failures: Mutex<BTreeMap<String, VolumeFault>>,
-    /// Paths whose question to the kernel has not come back in time: they are not asked again until
-    /// it has.
-    hanging: Arc<Mutex<BTreeSet<PathBuf>>>,
 }
 
 impl Troubles {
     fn failures(&self) -> MutexGuard<'_, BTreeMap<String, VolumeFault>> {
         self.failures.lock().expect("no holder of this lock panics")
-    }
-
-    fn hanging(&self) -> MutexGuard<'_, BTreeSet<PathBuf>> {
-        self.hanging.lock().expect("no holder of this lock panics")
     }
 
     /// Takes in how a step ended.
@@ -158,7 +151,7 @@ impl NodeHost {
                     say_mounts(&record, &staging, session.device.as_deref(), &mounts, &mut say);
                     let paths = [(staging_path, Some(&staging.path)), (target, None)].into_iter();
                     for (expected, staged) in paths {
-                        let Some(expected) = expected.map(super::resolve) else { continue };
+                        let Some(expected) = expected.map(super::paths::resolve) else { continue };
                         let is_there = staged == Some(&expected)
                             || record.publications.iter().any(|one| one.target == expected);
                         if !is_there {
@@ -183,8 +176,7 @@ impl NodeHost {
         Ok(Some(joined(faults)))
     }
 
-    /// Asks a file system for its figures; one that does not answer in time is not asked again
-    /// until it did.
+    /// Asks a file system for its figures.
     ///
     /// # Errors
     /// [`Error::Waiting`] if it does not answer, or its own error.
@@ -193,35 +185,10 @@ impl NodeHost {
         volume: &str,
         path: &Path,
     ) -> Result<rustix::fs::StatVfs, Error> {
-        let hangs = || Error::Waiting {
-            what: format!("the file system of volume {volume} at {} to answer", path.display()),
-            waited_ms: ANSWER_MAX.as_millis() as u64,
-            way_out: "`quoin volume doctor` says what its IO waits for",
-        };
-        if self.troubles.hanging().contains(path) {
-            return Err(hangs());
-        }
-        let hanging = self.troubles.hanging.clone();
-        let is_done = Arc::new(AtomicBool::new(false));
-        let (asked, done) = (path.to_owned(), is_done.clone());
-        let question = tokio::task::spawn_blocking(move || {
-            let figures = rustix::fs::statvfs(&asked);
-            let mut hanging = hanging.lock().expect("no holder of this lock panics");
-            done.store(true, Ordering::Relaxed);
-            hanging.remove(&asked);
-            figures.map_err(|errno| Error::io("measuring", &asked)(errno.into()))
-        });
-        match tokio::time::timeout(ANSWER_MAX, question).await {
-            Ok(Ok(figures)) => figures,
-            Ok(Err(failed)) => std::panic::resume_unwind(failed.into_panic()),
-            Err(_) => {
-                let mut hanging = self.troubles.hanging();
-                if !is_done.load(Ordering::Relaxed) {
-                    hanging.insert(path.to_owned());
-                }
-                Err(hangs())
-            }
-        }
+        let asked = path.to_owned();
+        self.calls
+            .look(volume, "measuring its file system", move |thread| mount::measure(thread, &asked))
+            .await
     }
 }
 

@@ -7,6 +7,7 @@
 //! at a time.
 
 mod health;
+mod paths;
 mod publish;
 mod steps;
 #[cfg(test)]
@@ -17,12 +18,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use health::{FaultKind, VolumeFault};
+use paths::{existing_directory, foreign, resolve};
 pub use publish::PublishRequest;
 pub use volume_stats::VolumeStats;
 
 use quoin_encryption::DataKey;
 
 use crate::attach::{AttachRequest, Attacher, hand_key, wait_for_socket};
+use crate::device_calls::DeviceCalls;
 use crate::error::Error;
 use crate::format::{self, FileSystem, Image, Job};
 use crate::mountinfo::{self, Mount};
@@ -52,6 +55,8 @@ pub struct NodeHost {
     attacher: Arc<dyn Attacher>,
     tools: Tools,
     troubles: health::Troubles,
+    calls: DeviceCalls,
+    steps: steps::Steps,
     /// Steps until a simulated kill; only tests set it.
     #[cfg(test)]
     steps_left: std::sync::atomic::AtomicUsize,
@@ -106,6 +111,8 @@ impl NodeHost {
             attacher,
             tools,
             troubles: health::Troubles::default(),
+            calls: DeviceCalls::default(),
+            steps: steps::Steps::default(),
             #[cfg(test)]
             steps_left: std::sync::atomic::AtomicUsize::new(usize::MAX),
         })
@@ -125,6 +132,13 @@ impl NodeHost {
         Ok(self.records.load(volume)?.is_some())
     }
 
+    /// Returns what a call on the volume is doing now, in words; `None`: none is under way.
+    #[must_use]
+    pub fn progress(&self, volume: &str) -> Option<String> {
+        let (what, step) = self.steps.of(volume)?;
+        Some(format!("{what} is at \"{step}\""))
+    }
+
     /// Makes the volume ready for publication: device, file system, mount at the staging path.
     ///
     /// # Errors
@@ -135,7 +149,7 @@ impl NodeHost {
 
     async fn stage_for(&self, request: &StageRequest, purpose: Purpose) -> Result<(), Error> {
         let staging = self.stage_steps(request, purpose);
-        let outcome = steps::reported(&request.volume, "staging", staging).await;
+        let outcome = self.steps.reported(&request.volume, "staging", staging).await;
         let how = outcome.as_ref().map(drop);
         self.troubles.ended(&request.volume, FaultKind::StagingFailed, how);
         outcome
@@ -216,7 +230,7 @@ impl NodeHost {
         let device = device?;
         if !request.read_only {
             // A loop device keeps this switch across its users, so it may have the wrong setting.
-            device::set_read_only(&device, false)?;
+            self.set_writable(volume, &device).await?;
         }
         self.step("mounting")?;
         self.mount_staging(request, purpose, &device, &path, image).await?;
@@ -255,7 +269,9 @@ impl NodeHost {
             return None;
         }
         let (socket, size_bytes) = (self.nbd_socket(&request.volume), request.size_bytes);
-        let asked = crate::blocking(move || Ok(allocation::is_unwritten(&socket, size_bytes)));
+        let asked = self.calls.look(&request.volume, "asking what was written", move |_| {
+            Ok(allocation::is_unwritten(&socket, size_bytes))
+        });
         let is_new = asked.await.ok()?;
         if is_new { Some(self.image(request, *file_system, size_bytes).await) } else { None }
     }
@@ -267,7 +283,6 @@ impl NodeHost {
         size_bytes: u64,
     ) -> Result<Image, Error> {
         let scratch = self.options.state_directory.join("scratch");
-        std::fs::create_dir_all(&scratch).map_err(Error::io("creating", &scratch))?;
         let job = Job {
             volume: &request.volume,
             size_bytes,
@@ -293,17 +308,19 @@ impl NodeHost {
         let parsed =
             mount::parse_flags(flags).map_err(|_| Error::MountFlag { volume: volume.clone() })?;
         let size_bytes = device::size_bytes(device)?;
-        let grows_mounted = || -> Result<bool, Error> {
-            let is_smaller = || superblock::file_system_bytes(device).map(|size| size < size_bytes);
-            Ok(!request.read_only && file_system == FileSystem::Xfs && is_smaller()?)
+        let grows_mounted = async || -> Result<bool, Error> {
+            if request.read_only || file_system != FileSystem::Xfs {
+                return Ok(false);
+            }
+            Ok(self.file_system_bytes(volume, device).await? < size_bytes)
         };
         if let Some(present) = mountinfo::at(&mountinfo::read()?, path) {
             if !is_of_device(present, device) {
                 return Err(foreign(present));
             }
             // An earlier call may have ended before the growth.
-            if grows_mounted()? {
-                format::grow(&self.tools, volume, device, Some(path), file_system).await?;
+            if grows_mounted().await? {
+                self.grow(volume, device, Some(path), file_system).await?;
             }
             return Ok(());
         }
@@ -316,7 +333,8 @@ impl NodeHost {
                 true => Some(Vec::new()),
                 false => allocation::written(&socket, size_bytes),
             };
-            crate::blocking(move || probe::content(&device, size_bytes, written)).await?
+            let probing = move |thread: &_| probe::content(thread, &device, size_bytes, written);
+            self.calls.change(volume, "reading what its device holds", probing).await?
         };
         match &content {
             Content::Blank | Content::Interrupted => {
@@ -329,13 +347,20 @@ impl NodeHost {
                     Some(made) if request.size_bytes == size_bytes => made?,
                     _ => self.image(request, file_system, size_bytes).await?,
                 };
-                image.write_to(device, content == Content::Interrupted).await?;
+                let (device, was_interrupted) =
+                    (device.to_owned(), content == Content::Interrupted);
+                self.calls
+                    .change(volume, "writing its new file system", move |thread| {
+                        image.write_to(thread, &device, was_interrupted)
+                    })
+                    .await?;
             }
             Content::FileSystem(name) if *name == file_system.name() => {}
             other => {
                 let (other, device) = (other.clone(), device.to_owned());
-                let looked = move || Ok(probe::other_content(&other, &device));
-                let (found, way_out) = crate::blocking(looked).await?;
+                let looked = move |thread: &_| Ok(probe::other_content(thread, &other, &device));
+                let what = "reading what its device holds";
+                let (found, way_out) = self.calls.change(volume, what, looked).await?;
                 let (volume, wanted) = (volume.clone(), file_system.name().to_owned());
                 return Err(Error::OtherContent { volume, found, wanted, way_out });
             }
@@ -343,9 +368,13 @@ impl NodeHost {
         let is_new = matches!(content, Content::Blank | Content::Interrupted);
         let looked = {
             let device = device.to_owned();
-            move || Ok((superblock::names_another_device(&device)?, device::is_held(&device)?))
+            move |thread: &_| {
+                let names_another = superblock::names_another_device(thread, &device)?;
+                Ok((names_another, device::is_held(thread, &device)?))
+            }
         };
-        let (has_external_journal, is_held) = crate::blocking(looked).await?;
+        let what = "reading its superblock";
+        let (has_external_journal, is_held) = self.calls.change(volume, what, looked).await?;
         if has_external_journal {
             return Err(Error::ExternalJournal { volume: volume.clone() });
         }
@@ -356,33 +385,89 @@ impl NodeHost {
             // The volume may have grown while it was staged nowhere. Unmounted, ext4 requires a
             // full check first, and no capability.
             let grows = file_system == FileSystem::Ext4
-                && superblock::file_system_bytes(device)? < size_bytes;
-            format::check(&self.tools, volume, device, file_system, grows).await?;
+                && self.file_system_bytes(volume, device).await? < size_bytes;
+            self.check(volume, device, file_system, grows).await?;
             if grows {
                 self.step("growing unmounted")?;
-                format::grow(&self.tools, volume, device, None, file_system).await?;
+                self.grow(volume, device, None, file_system).await?;
             }
         }
         self.step("mounting the file system")?;
         let grows_mounted = match is_held {
-            true => !request.read_only && superblock::file_system_bytes(device)? < size_bytes,
-            false => grows_mounted()?,
+            true => {
+                !request.read_only && self.file_system_bytes(volume, device).await? < size_bytes
+            }
+            false => grows_mounted().await?,
         };
         // Mounted read-only on a device that takes writes, a file system replays its journal, and no
         // file changes.
         let read_only = request.read_only || purpose == Purpose::Replay && !grows_mounted;
         {
-            let (volume, device, path) = (volume.clone(), device.to_owned(), path.to_owned());
-            crate::blocking(move || {
-                mount::mount_device(&volume, &device, &path, file_system, &parsed, read_only)
-            })
-            .await?;
+            let (name, device, path) = (volume.clone(), device.to_owned(), path.to_owned());
+            self.calls
+                .change(volume, "mounting its file system", move |thread| {
+                    let at = &path;
+                    mount::mount_device(thread, &name, &device, at, file_system, &parsed, read_only)
+                })
+                .await?;
         }
         self.step("growing")?;
         if grows_mounted {
-            format::grow(&self.tools, volume, device, Some(path), file_system).await?;
+            self.grow(volume, device, Some(path), file_system).await?;
         }
         Ok(())
+    }
+
+    async fn set_writable(&self, volume: &str, device: &Path) -> Result<(), Error> {
+        let device = device.to_owned();
+        let set = move |thread: &_| device::set_read_only(thread, &device, false);
+        self.calls.change(volume, "making its device writable", set).await
+    }
+
+    async fn unmount(&self, volume: &str, path: &Path) -> Result<(), Error> {
+        let path = path.to_owned();
+        self.calls
+            .change(volume, "unmounting its file system", move |thread| {
+                mount::unmount(thread, &path)
+            })
+            .await
+    }
+
+    async fn file_system_bytes(&self, volume: &str, device: &Path) -> Result<u64, Error> {
+        let device = device.to_owned();
+        self.calls
+            .change(volume, "reading the size of its file system", move |thread| {
+                superblock::file_system_bytes(thread, &device)
+            })
+            .await
+    }
+
+    async fn check(
+        &self,
+        volume: &str,
+        device: &Path,
+        file_system: FileSystem,
+        thoroughly: bool,
+    ) -> Result<(), Error> {
+        let (tools, name, device) = (self.tools.clone(), volume.to_owned(), device.to_owned());
+        let check =
+            async move { format::check(&tools, &name, &device, file_system, thoroughly).await };
+        self.calls.program(volume, "checking its file system", check).await
+    }
+
+    async fn grow(
+        &self,
+        volume: &str,
+        device: &Path,
+        mounted_at: Option<&Path>,
+        file_system: FileSystem,
+    ) -> Result<(), Error> {
+        let (tools, name, device) = (self.tools.clone(), volume.to_owned(), device.to_owned());
+        let mounted_at = mounted_at.map(Path::to_owned);
+        let growth = async move {
+            format::grow(&tools, &name, &device, mounted_at.as_deref(), file_system).await
+        };
+        self.calls.program(volume, "growing its file system", growth).await
     }
 
     /// Undoes staging. True if anything of the volume was found and removed.
@@ -391,7 +476,7 @@ impl NodeHost {
     /// [`Error::StillPublished`] (and nothing is touched), or what prevented it.
     pub async fn unstage(&self, volume: &str, staging_path: &Path) -> Result<bool, Error> {
         let unstaging = self.unstage_steps(volume, staging_path);
-        steps::reported(volume, "unstaging", unstaging).await
+        self.steps.reported(volume, "unstaging", unstaging).await
     }
 
     async fn unstage_steps(&self, volume: &str, staging_path: &Path) -> Result<bool, Error> {
@@ -435,8 +520,7 @@ impl NodeHost {
             if !ours {
                 break;
             }
-            let path = path.clone();
-            crate::blocking(move || mount::unmount(&path)).await?;
+            self.unmount(volume, &path).await?;
             removed = true;
         }
         self.step("detaching")?;
@@ -446,7 +530,7 @@ impl NodeHost {
             })
         {
             // The device goes back to the host, which may give it to any user.
-            device::set_read_only(device, false)?;
+            self.set_writable(volume, device).await?;
         }
         self.attacher.detach(volume).await?;
         self.step("removing the record")?;
@@ -492,33 +576,4 @@ impl NodeHost {
 /// Returns whether a mount is of the file system on that device.
 pub(crate) fn is_of_device(mount: &Mount, device: &Path) -> bool {
     device::major_minor(device) == Some((mount.major, mount.minor))
-}
-
-fn foreign(mount: &Mount) -> Error {
-    let source_name = format!("{} {}", mount.fs_type, mount.source);
-    Error::ForeignMount { path: mount.mount_point.clone(), source_name }
-}
-
-/// Returns the path as the kernel writes it in mountinfo: the parent without symbolic links, the
-/// last name as given. A path whose parent does not exist stays as it is (nothing is mounted
-/// there).
-pub(crate) fn resolve(path: &Path) -> PathBuf {
-    match (path.parent(), path.file_name()) {
-        (Some(parent), Some(name)) => {
-            parent.canonicalize().map_or_else(|_| path.to_owned(), |parent| parent.join(name))
-        }
-        _ => path.to_owned(),
-    }
-}
-
-fn existing_directory(path: &Path) -> Result<PathBuf, Error> {
-    let path = resolve(path);
-    match std::fs::symlink_metadata(&path) {
-        Ok(metadata) if metadata.is_dir() => Ok(path),
-        Ok(_) => Err(Error::Path { path, why: "is not a directory" }),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Err(Error::Path { path, why: "does not exist; the caller creates this directory" })
-        }
-        Err(error) => Err(Error::io("looking at", &path)(error)),
-    }
 }

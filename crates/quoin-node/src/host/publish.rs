@@ -2,14 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Gid, Mode, OFlags};
-
+use super::paths::{check_target, make_target, remove_target, resolve};
 use super::volume_stats::staged_read_only;
-use super::{FaultKind, NodeHost, foreign, is_of_device, resolve};
+use super::{FaultKind, NodeHost, is_of_device};
 use crate::error::Error;
 use crate::mountinfo::{self, Mount};
 use crate::records::{Access, Publication, Record, Staging};
-use crate::{device, mount};
+use crate::{device, group, mount};
 
 /// A staged volume to be published.
 #[derive(Debug, Clone)]
@@ -33,7 +32,8 @@ impl NodeHost {
     /// # Errors
     /// See [`Error`]; an existing publication stays as it is.
     pub async fn publish(&self, request: &PublishRequest) -> Result<(), Error> {
-        let outcome = self.publish_steps(request).await;
+        let publishing = self.publish_steps(request);
+        let outcome = self.steps.reported(&request.volume, "publishing", publishing).await;
         let how = outcome.as_ref().map(drop);
         self.troubles.ended(&request.volume, FaultKind::PublishingFailed, how);
         outcome
@@ -72,7 +72,7 @@ impl NodeHost {
             }
             if *present == wanted && in_place {
                 // The call before may have ended between both steps.
-                return give_to_group(request, &staging, &target);
+                return self.give_to_group(request, &staging, &target).await;
             }
         }
         if request.access != staging.access || request.mode != staging.mode {
@@ -100,18 +100,41 @@ impl NodeHost {
         self.step("making the target")?;
         make_target(&target, &request.access)?;
         self.step("binding")?;
-        let source = match request.access {
-            Access::Block => {
-                device::set_read_only(&device, request.read_only || staging.read_only)?;
-                device
-            }
-            Access::Mount { .. } => staging.path.clone(),
-        };
+        let is_block = request.access == Access::Block;
+        let source = if is_block { device } else { staging.path.clone() };
         let read_only = request.read_only;
+        let device_read_only = read_only || staging.read_only;
         let bound = target.clone();
-        crate::blocking(move || mount::bind(&source, &bound, read_only)).await?;
+        self.calls
+            .change(volume, "binding its target", move |thread| {
+                if is_block {
+                    device::set_read_only(thread, &source, device_read_only)?;
+                }
+                mount::bind(thread, &source, &bound, read_only)
+            })
+            .await?;
         self.step("giving it to its group")?;
-        give_to_group(request, &staging, &target)
+        self.give_to_group(request, &staging, &target).await
+    }
+
+    /// Gives the root directory of a writable file system to the group that the request names.
+    async fn give_to_group(
+        &self,
+        request: &PublishRequest,
+        staging: &Staging,
+        target: &Path,
+    ) -> Result<(), Error> {
+        let is_mount = matches!(request.access, Access::Mount { .. });
+        let Some(group) = request.group.filter(|_| is_mount) else { return Ok(()) };
+        if request.read_only || staging.read_only || staged_read_only(&staging.access) {
+            return Ok(());
+        }
+        let target = target.to_owned();
+        self.calls
+            .change(&request.volume, "giving it to its group", move |thread| {
+                group::give(thread, &target, group)
+            })
+            .await
     }
 
     /// Undoes a publication. True if anything of it was found and removed.
@@ -119,6 +142,11 @@ impl NodeHost {
     /// # Errors
     /// [`Error::Busy`] while a workload holds it, or what else prevented it.
     pub async fn unpublish(&self, volume: &str, target: &Path) -> Result<bool, Error> {
+        let unpublishing = self.unpublish_steps(volume, target);
+        self.steps.reported(volume, "unpublishing", unpublishing).await
+    }
+
+    async fn unpublish_steps(&self, volume: &str, target: &Path) -> Result<bool, Error> {
         let target = resolve(target);
         let record = self.records.load(volume)?;
         let device = self.attacher.device(volume).await?;
@@ -132,15 +160,13 @@ impl NodeHost {
             let Some(present) = mountinfo::at(&mounts, &target) else { break };
             let ours = recorded
                 || device.as_ref().is_some_and(|device| {
-                    is_of_device(present, device)
-                        || device::number(&target) == device::number(device)
+                    is_of_device(present, device) || device::is_node_at(present, device)
                 });
             if !ours {
                 // A mount of another owner is never removed, nor what lies beneath it.
                 return Ok(removed);
             }
-            let target = target.clone();
-            crate::blocking(move || mount::unmount(&target)).await?;
+            self.unmount(volume, &target).await?;
             removed = true;
         }
         self.step("removing the target")?;
@@ -192,76 +218,6 @@ pub(super) fn is_in_place(
         // safer than unmounting a workload's data.
         (_, None) => true,
         (Access::Mount { .. }, Some(device)) => is_of_device(present, device),
-        (Access::Block, Some(device)) => device::number(&publication.target)
-            .is_some_and(|number| device::number(device) == Some(number)),
+        (Access::Block, Some(device)) => device::is_node_at(present, device),
     }
-}
-
-/// Gives the root directory of a writable file system to the group that the request names, with the
-/// right to write, and has new files belong to that group. What lies below is its owner's.
-fn give_to_group(request: &PublishRequest, staging: &Staging, target: &Path) -> Result<(), Error> {
-    /// Read, write and search for the group; new entries inherit it.
-    const GROUP_MODE: u32 = 0o2070;
-    let is_mount = matches!(request.access, Access::Mount { .. });
-    let Some(group) = request.group.filter(|_| is_mount) else { return Ok(()) };
-    if request.read_only || staging.read_only || staged_read_only(&staging.access) {
-        return Ok(());
-    }
-    let failed = |errno: rustix::io::Errno| Error::io("giving to a group", target)(errno.into());
-    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let root = rustix::fs::open(target, flags, Mode::empty()).map_err(failed)?;
-    rustix::fs::fchown(&root, None, Some(Gid::from_raw(group))).map_err(failed)?;
-    let mode = rustix::fs::fstat(&root).map_err(failed)?.st_mode & 0o7777;
-    rustix::fs::fchmod(&root, Mode::from_raw_mode(mode | GROUP_MODE)).map_err(failed)
-}
-
-fn check_target(target: &Path, access: &Access, mounts: &[Mount]) -> Result<(), Error> {
-    let refuse = |why| Err(Error::Path { path: target.to_owned(), why });
-    if let Some(present) = mountinfo::at(mounts, target) {
-        return Err(foreign(present));
-    }
-    if !target.parent().is_some_and(Path::is_dir) {
-        return refuse("its parent directory does not exist; the caller creates it");
-    }
-    match (std::fs::symlink_metadata(target), access) {
-        (Err(error), _) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        (Err(error), _) => Err(Error::io("looking at", target)(error)),
-        (Ok(present), Access::Mount { .. }) if !present.is_dir() => {
-            refuse("already exists and is not a directory")
-        }
-        (Ok(present), Access::Block) if !present.is_file() => {
-            refuse("already exists and is not a regular file")
-        }
-        (Ok(_), _) => Ok(()),
-    }
-}
-
-fn make_target(target: &Path, access: &Access) -> Result<(), Error> {
-    let result = match access {
-        Access::Mount { .. } => std::fs::create_dir(target),
-        Access::Block => std::fs::File::create_new(target).map(drop),
-    };
-    match result {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-            Err(Error::io("creating", target)(error))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Removes an empty directory or an empty file, never anything that holds data.
-fn remove_target(target: &Path) -> Result<(), Error> {
-    let metadata = match std::fs::symlink_metadata(target) {
-        Ok(metadata) => metadata,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Error::io("looking at", target)(error)),
-    };
-    let result = if metadata.is_dir() {
-        std::fs::remove_dir(target)
-    } else if metadata.is_file() && metadata.len() == 0 {
-        std::fs::remove_file(target)
-    } else {
-        Ok(())
-    };
-    result.map_err(Error::io("removing", target))
 }

@@ -1,8 +1,9 @@
 //! Steps of the calls that are under way. A call that waits for a device, a tool or the kernel may
 //! not end for minutes: the log then names the step that it is at.
 
-use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
@@ -10,30 +11,76 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at};
 /// Time between two reports of a call.
 const REPORT: Duration = Duration::from_secs(10);
 
+/// The present step of a call.
+type Step = Arc<Mutex<&'static str>>;
+
 tokio::task_local! {
-    static STEP: Cell<&'static str>;
+    static STEP: Step;
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Records that the call of this task has come to `step`.
 pub(super) fn begin(step: &'static str) {
     // Not every call is reported.
-    let _ = STEP.try_with(|current| current.set(step));
+    let _ = STEP.try_with(|current| *lock(current) = step);
 }
 
-/// Runs a call on a volume, and logs its step for as long as it has not ended.
-pub(super) async fn reported<T>(volume: &str, what: &str, call: impl Future<Output = T>) -> T {
-    watch(call, REPORT, |step, elapsed| {
-        tracing::warn!(volume, what, step, elapsed_s = elapsed.as_secs(), "has not ended yet");
-    })
-    .await
+/// The calls under way by volume: one each, as callers promise.
+#[derive(Default)]
+pub(super) struct Steps {
+    under_way: Mutex<BTreeMap<String, (&'static str, Step)>>,
+}
+
+impl Steps {
+    /// Returns the call that is under way on a volume, and its step.
+    pub fn of(&self, volume: &str) -> Option<(&'static str, &'static str)> {
+        let (what, step) = lock(&self.under_way).get(volume)?.clone();
+        let step = *lock(&step);
+        Some((what, step))
+    }
+
+    /// Runs a call on a volume, and logs its step for as long as it has not ended.
+    pub async fn reported<T>(
+        &self,
+        volume: &str,
+        what: &'static str,
+        call: impl Future<Output = T>,
+    ) -> T {
+        let step = Step::new(Mutex::new("beginning"));
+        lock(&self.under_way).insert(volume.to_owned(), (what, step.clone()));
+        let ended = Ended { steps: self, volume };
+        let outcome = watch(step, call, REPORT, |step, elapsed| {
+            tracing::warn!(volume, what, step, elapsed_s = elapsed.as_secs(), "has not ended yet");
+        })
+        .await;
+        drop(ended);
+        outcome
+    }
+}
+
+/// Forgets a call when it ends, also where it is given up.
+struct Ended<'a> {
+    steps: &'a Steps,
+    volume: &'a str,
+}
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        lock(&self.steps.under_way).remove(self.volume);
+    }
 }
 
 async fn watch<T>(
+    step: Step,
     call: impl Future<Output = T>,
     every: Duration,
     mut report: impl FnMut(&'static str, Duration),
 ) -> T {
-    let watched = async {
+    let present = step.clone();
+    let watched = async move {
         let began = Instant::now();
         let mut reports = interval_at(began + every, every);
         reports.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -41,11 +88,14 @@ async fn watch<T>(
         loop {
             tokio::select! {
                 outcome = &mut call => return outcome,
-                _ = reports.tick() => report(STEP.with(Cell::get), began.elapsed()),
+                _ = reports.tick() => {
+                    let step = *lock(&present);
+                    report(step, began.elapsed());
+                }
             }
         }
     };
-    STEP.scope(Cell::new("beginning"), watched).await
+    STEP.scope(step, watched).await
 }
 
 #[cfg(test)]
@@ -68,7 +118,22 @@ mod tests {
             seen
         };
         let report = move |step, _| sender.send(step).unwrap();
-        let seen = watch(call, Duration::from_millis(1), report).await;
+        let step = Step::new(Mutex::new("beginning"));
+        let seen = watch(step, call, Duration::from_millis(1), report).await;
         assert_eq!(seen, ["attaching", "formatting"]);
+    }
+
+    #[tokio::test]
+    async fn a_call_under_way_is_known_by_its_volume_until_it_ends_or_is_given_up() {
+        let steps = Steps::default();
+        let call = async {
+            begin("mounting");
+            steps.of("v")
+        };
+        assert_eq!(steps.reported("v", "staging", call).await, Some(("staging", "mounting")));
+        assert_eq!(steps.of("v"), None);
+        let never = steps.reported("v", "staging", std::future::pending::<()>());
+        assert!(tokio::time::timeout(Duration::from_millis(1), never).await.is_err());
+        assert_eq!(steps.of("v"), None);
     }
 }

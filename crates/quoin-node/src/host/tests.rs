@@ -14,6 +14,7 @@ use quoin_testkit::skipped;
 
 use super::*;
 use crate::Kind;
+use crate::device_calls::DeviceThread;
 
 const MIB: u64 = 1 << 20;
 
@@ -445,7 +446,9 @@ async fn unusable_paths_are_refused_with_the_reason() {
     }
     // A mount of another owner is neither covered nor removed.
     fs::create_dir(world.path("pods/foreign")).unwrap();
-    mount::bind(&world.path("devices"), &world.path("pods/foreign"), false).unwrap();
+    DeviceThread::of_test(|thread| {
+        mount::bind(thread, &world.path("devices"), &world.path("pods/foreign"), false).unwrap();
+    });
     let request = world.publish_request(ext4(), "pods/foreign");
     assert!(matches!(node.publish(&request).await, Err(Error::ForeignMount { .. })));
     assert!(!node.unpublish(VOLUME, &world.path("pods/foreign")).await.unwrap());
@@ -487,11 +490,12 @@ async fn a_lost_staging_mount_is_made_again_while_a_pod_has_the_volume() {
     assert_eq!(node.stats(VOLUME, &world.path("stage")).await.unwrap().abnormal, None);
     // No tool for unmounted devices runs on it, and nothing is formatted.
     let device = world.attacher.find(VOLUME).unwrap();
-    assert!(device::is_held(&device).unwrap());
+    assert!(DeviceThread::of_test(|thread| device::is_held(thread, &device).unwrap()));
     let scratch = world.path("state");
     let job = Job { volume: VOLUME, size_bytes: 64 * MIB, block_size: 512, scratch: &scratch };
     let image = Image::make(node.tools(), job, FileSystem::Ext4).await.unwrap();
-    let refused = image.write_to(&device, false).await.unwrap_err();
+    let refused =
+        DeviceThread::of_test(|thread| image.write_to(thread, &device, false).unwrap_err());
     assert!(matches!(refused, Error::Busy { .. }), "{refused}");
     drop(held);
     node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap();
@@ -814,8 +818,9 @@ async fn after_a_reboot_old_records_neither_block_nor_mislead() {
     node.stage(&world.stage_request(ext4())).await.unwrap();
     node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
     // Mounts and devices are gone after a reboot; files stay.
-    mount::unmount(&world.path("pods/a")).unwrap();
-    mount::unmount(&world.path("stage")).unwrap();
+    for path in ["pods/a", "stage"] {
+        DeviceThread::of_test(|thread| mount::unmount(thread, &world.path(path)).unwrap());
+    }
     world.attacher.detach(VOLUME).await.unwrap();
 
     let node = world.node();

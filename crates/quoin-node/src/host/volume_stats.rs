@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::{NodeHost, is_of_device};
 use crate::error::Error;
 use crate::records::Access;
-use crate::{device, format, mountinfo, superblock};
+use crate::{device, mountinfo};
 
 /// Time within which a device shows the size of its volume.
 const RESIZE_DEADLINE: Duration = Duration::from_secs(10);
@@ -36,12 +36,8 @@ impl NodeHost {
             || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
         let device = device.ok_or_else(missing)?;
         if path_use.access == Access::Block {
-            let total_bytes = {
-                let device = device.clone();
-                crate::blocking(move || device::size_bytes(&device)).await?
-            };
             return Ok(VolumeStats {
-                total_bytes,
+                total_bytes: device::size_bytes(&device)?,
                 used_bytes: None,
                 available_bytes: None,
                 inodes: None,
@@ -83,11 +79,22 @@ impl NodeHost {
     /// [`Error::NotPresent`], [`Error::TooSmall`] if the device does not come to that size,
     /// [`Error::ReadOnlyGrow`].
     pub async fn expand(&self, volume: &str, path: &Path, volume_bytes: u64) -> Result<u64, Error> {
+        let expansion = self.expand_steps(volume, path, volume_bytes);
+        self.steps.reported(volume, "expanding", expansion).await
+    }
+
+    async fn expand_steps(
+        &self,
+        volume: &str,
+        path: &Path,
+        volume_bytes: u64,
+    ) -> Result<u64, Error> {
         let (record, path_use) = self.path_use(volume, path)?;
         let missing =
             || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
         let device = self.attacher.device(volume).await?.ok_or_else(missing)?;
         let staging = record.staging.ok_or_else(missing)?;
+        self.step("growing the device")?;
         if device::size_bytes(&device)? < volume_bytes {
             self.attacher.resize(volume, volume_bytes).await?;
         }
@@ -103,14 +110,14 @@ impl NodeHost {
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         };
+        self.step("growing the file system")?;
         if let Access::Mount { file_system, .. } = &staging.access
-            && superblock::file_system_bytes(&device)? < has_bytes
+            && self.file_system_bytes(volume, &device).await? < has_bytes
         {
             if staging.read_only || staged_read_only(&staging.access) {
                 return Err(Error::ReadOnlyGrow { volume: volume.to_owned() });
             }
-            let mounted_at = Some(staging.path.as_path());
-            format::grow(&self.tools, volume, &device, mounted_at, *file_system).await?;
+            self.grow(volume, &device, Some(&staging.path), *file_system).await?;
         }
         Ok(has_bytes)
     }

@@ -233,7 +233,6 @@ impl Process {
             guid: member.guid,
             membership: membership(),
             lease_ms: 500,
-            knows_points: true,
         });
         match session.next()? {
             FromReplica::OpenAck(ack) => Some((session, *ack)),

@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use quoin_reactor::now;
-use quoin_replication::pool_host::background::{Outcome, Urgency};
+use quoin_replication::pool_host::background::{HUNG_AFTER, Outcome, Urgency};
 use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::store::StoreError;
 use quoin_store::{Due, ReplicaPool};
+use quoin_telemetry::notices::Severity;
 use quoin_types::Time;
 
 use super::Shard;
@@ -23,6 +24,17 @@ pub(super) fn urgency(due: Due) -> Urgency {
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn background(&mut self, now: Time, quiet: bool) {
+        let waits = self.pool.background_waits();
+        if self.background.hangs(now, waits)
+            && let Some(guid) = self.pool.give_up_background_wait()
+        {
+            let message = format!(
+                "a read of the disk for background work does not end since {} s: the replica has no \
+                 background work for now, the others have",
+                HUNG_AFTER.as_secs()
+            );
+            self.tell_of(guid, Severity::Warning, "BackgroundReadHangs", message);
+        }
         let urgency = urgency(self.pool.background_due());
         let Some(most) = self.background.turn(now, urgency, quiet) else { return };
         if let Err(error) = self.background_steps(now, most) {

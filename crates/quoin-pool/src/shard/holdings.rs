@@ -76,9 +76,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             self.replicas.untold = Some(born);
         }
         self.parts.metrics.space.replicas.set(self.replicas.len() as i64);
-        if self.short {
-            self.deliver(now, guid, ReplicaEvent::Room { short: true });
-        }
+        // The others hear of it with the end of the round: with one more the share of each is smaller.
+        let room = self.pool.room(self.room);
+        self.deliver(now, guid, ReplicaEvent::Room(room));
     }
 
     pub(super) fn assign(&mut self, now: Time, assignment: Assignment) {

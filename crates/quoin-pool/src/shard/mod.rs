@@ -37,12 +37,12 @@ use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::ReplicaPool;
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::ids::SessionKey;
-use quoin_types::message::{Failure, FromReplica, ToReplica};
-use quoin_types::{Epoch, ReplicaGuid, Term, Time};
+use quoin_types::message::{Failure, FromReplica, RoomGrant, ToReplica};
+use quoin_types::{Epoch, ReplicaGuid, Time};
 use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
 
-use crate::accept::Acceptor;
+use crate::accept::{Acceptor, Leave};
 use crate::assignment::{Assignment, AssignmentChange, PoolState};
 use crate::facts::PoolFacts;
 use crate::held::Holdings;
@@ -89,8 +89,8 @@ const RING_FULL: &str = "the metadata ring has no room for another replica: dele
 
 /// Messages of other threads to the shard.
 pub enum Input {
-    /// With the term of its grant.
-    Answered(Box<Accepted>, Term),
+    /// With what its grant lets it do.
+    Answered(Box<Accepted>, Leave),
     /// A target came by a grant of a former term, and was turned away.
     TermRefused(String),
     Synced {
@@ -165,7 +165,9 @@ pub struct Shard<'a, P> {
     turns: Turns,
     stop: Stop,
     health: Health,
-    /// Shortage of room that the targets were told of.
+    /// Room that the targets were told of.
+    room: RoomGrant,
+    /// Shortage of room that was announced.
     short: bool,
     copying: Copying,
     start: Start,
@@ -189,6 +191,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             turns: Turns::default(),
             stop: Stop::default(),
             health,
+            room: RoomGrant::UNBOUNDED,
             short: false,
             copying: Copying::default(),
             start,
@@ -269,8 +272,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let urgency = background::urgency(self.pool.background_due());
         let background = self.background.due_in(now, urgency);
         let copying = self.copying.due_in(now);
+        let hung = self.background.hung_in(now);
         let undone = self.replicas.undone.due_in(now);
-        [next, stop, background, copying, undone, self.health.due_in(now)]
+        let unread = self.disk.fetchers.retry_in();
+        [next, stop, background, hung, copying, undone, unread, self.health.due_in(now)]
             .into_iter()
             .flatten()
             .min()
@@ -302,7 +307,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn input(&mut self, now: Time, input: Input) {
         match input {
-            Input::Answered(answered, term) => self.admit(now, *answered, term),
+            Input::Answered(answered, leave) => self.admit(now, *answered, leave),
             Input::TermRefused(why) => {
                 self.parts.notices.push(Severity::Warning, "", "", "TermRefused", why);
             }
@@ -567,17 +572,21 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         self.begin_sync();
     }
 
-    /// Tells targets when the pool becomes short of room, and when it is not any more.
+    /// Tells targets what the pool has room for, before they hear of what this round applied.
     fn mind_room(&mut self, now: Time) {
+        let room = self.pool.room(self.room);
+        if room != self.room {
+            self.room = room;
+            for guid in self.replicas.guids() {
+                self.deliver(now, guid, ReplicaEvent::Room(room));
+            }
+        }
         let short = self.pool.is_short(self.short);
         if short == self.short {
             return;
         }
         let below = self.pool.is_short_below();
         self.short = short;
-        for guid in self.replicas.guids() {
-            self.deliver(now, guid, ReplicaEvent::Room { short });
-        }
         let (severity, reason, message) = match short {
             true if below => (Severity::Error, "PoolShort", FULL_BELOW),
             true => (Severity::Error, "PoolShort", FULL),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use quoin_replication::pool_host::scrub::Place;
 use quoin_replication::replica::store::{ReplicaStore, StoreError};
 use quoin_replication::replica::{Repaired, ReplicaEvent};
-use quoin_store::{BadBlock, Due, ReplicaPool, ScrubAt};
+use quoin_store::{BadBlock, Due, ReplicaPool, ScrubAt, ScrubStage};
 use quoin_telemetry::notices::Severity;
 use quoin_types::message::BadCopy;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, Time};
@@ -18,7 +18,7 @@ use crate::scrub::{Scrub, ScrubPlan, ScrubState};
 /// Read in one step.
 const STEP_BYTES: u64 = 512 << 10;
 /// Stage of a pass that has read all replicas.
-const METADATA: u32 = u32::MAX;
+const METADATA: u64 = u64::MAX;
 /// Clients come first where their next writes depend on background work.
 const GIVE_WAY: Duration = Duration::from_millis(50);
 /// A replica that is open but not fed yet is looked at again.
@@ -87,7 +87,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             return self.scrub_metadata(now, place);
         };
         let at = match guid == place.replica {
-            true => ScrubAt { stage: place.stage, cursor: place.cursor },
+            true => ScrubAt { stage: ScrubStage::of(place.stage), cursor: place.cursor },
             false => ScrubAt::default(),
         };
         let began = Instant::now();
@@ -105,7 +105,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Err(error @ StoreError::Io(_)) => return self.fail(error),
         };
         let next = match done.next {
-            Some(at) => Place { replica: guid, stage: at.stage, cursor: at.cursor },
+            Some(at) => Place { replica: guid, stage: at.stage.number(), cursor: at.cursor },
             None => Place { replica: ReplicaGuid(guid.0.saturating_add(1)), ..Place::default() },
         };
         self.parts.metrics.scrub.read.inc_by(done.read_bytes);
@@ -265,7 +265,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    fn tell_of(&mut self, guid: ReplicaGuid, severity: Severity, reason: &str, message: String) {
+    pub(super) fn tell_of(
+        &mut self,
+        guid: ReplicaGuid,
+        severity: Severity,
+        reason: &str,
+        message: String,
+    ) {
         let Some(store) = self.pool.replica(guid) else { return };
         let (volume, replica) = (store.identity().volume, store.identity().replica);
         drop(store);

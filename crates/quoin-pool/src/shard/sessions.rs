@@ -2,7 +2,9 @@
 //! out. Nothing piles up: who does not take answers is not read from.
 
 use quoin_reactor::{Interest, now};
-use quoin_replication::pool_host::access::{CONNECTIONS_MAX, Claim, Lane, OPEN_MAX, takes_bulk};
+use quoin_replication::pool_host::access::{
+    CONNECTIONS_MAX, Claim, Lane, OPEN_MAX, appends as appends_by, takes_bulk,
+};
 use quoin_replication::replica::ReplicaEvent;
 use quoin_replication::replica::appends::{Append, Appends};
 use quoin_store::ReplicaPool;
@@ -17,6 +19,7 @@ use rustix::net::Shutdown;
 
 use super::stop::StopStep;
 use super::{BULK, EARLY_BYTES, ENDING_MAX, LINGER, Recognition, Shard};
+use crate::accept::Leave;
 use crate::facts::PoolFacts;
 
 fn claim_of(hello: &Hello) -> Claim {
@@ -35,8 +38,8 @@ pub(super) struct Peer {
     pub(super) connection: Connection,
     pub(super) session: SessionKey,
     pub(super) claim: Claim,
-    /// Of its grant.
-    term: Term,
+    /// By its grant.
+    leave: Leave,
     pub(super) lane: Lane,
     pub(super) interest: Interest,
     /// Whole frames may wait in its buffer: its answers were not taken fast enough.
@@ -77,7 +80,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    pub(super) fn admit(&mut self, now: Time, answered: Accepted, term: Term) {
+    pub(super) fn admit(&mut self, now: Time, answered: Accepted, leave: Leave) {
         let Accepted { connection, session, hello, peer_address } = answered;
         let refused = self.parts.recognition == Recognition::Refused;
         if self.connections.len() >= CONNECTIONS_MAX || self.stop.has_begun() || refused {
@@ -115,7 +118,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             connection,
             session,
             claim,
-            term,
+            leave,
             lane,
             interest: Interest::READ,
             stalled: false,
@@ -170,6 +173,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             }
             let Some(peer) = self.connections.get_mut(key) else { return };
             let (claim, session, lane) = (peer.claim, peer.session, peer.lane);
+            let writes = peer.leave.writes;
             let message = match peer.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
                     Frame::ToReplica(message) if incoming.session == session => message,
@@ -209,6 +213,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             if lane == Lane::Bulk {
                 return self.lost(now, key, &WireError::Malformed("connection for its message"));
             }
+            if !writes && !entries.iter().all(|entry| appends_by(writes, session.epoch, entry)) {
+                self.append(now, key, &mut appends);
+                return self.refuse_write(key, session, claim);
+            }
             if let Some(before) = appends.add(Append { entries, stable, sync, ping }) {
                 self.take(now, key, claim.guid, session, before);
             }
@@ -228,7 +236,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// Its grant may have become one of a former term since it was let in.
     fn still_opens(&self, key: u64) -> bool {
-        let term = self.connections.get(key).map_or_else(Term::default, |peer| peer.term);
+        let term = self.connections.get(key).map_or_else(Term::default, |peer| peer.leave.term);
         self.parts.acceptor.still_opens(term)
     }
 
@@ -239,6 +247,20 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             "a target asked to open another replica than it was let in for, or by a grant of a former \
              term of the controller; its session was ended"
         );
+        self.refuse(key, session);
+    }
+
+    /// Ends a session that changes the volume's content by a grant that lets it read alone.
+    fn refuse_write(&mut self, key: u64, session: SessionKey, claim: Claim) {
+        tracing::error!(
+            volume = %claim.volume, guid = %claim.guid,
+            "a target asked to write a volume that its node has read-only, or only for work that reads; \
+             its session was ended"
+        );
+        self.refuse(key, session);
+    }
+
+    fn refuse(&mut self, key: u64, session: SessionKey) {
         let failure = Failure::Protocol;
         self.send(key, session, &FromReplica::Refuse { promised: Epoch::ZERO, failure });
         self.end(key);

@@ -122,11 +122,10 @@ fn a_silent_target_ends_the_attempt_and_is_named() {
 fn a_refusal_ends_the_attempt_for_good() {
     let mut point = begin(1);
     obey(&mut point, 1);
-    let refused = PointOutcome::Refused(SnapshotOutcome::TooMany);
-    point.on(at(1), VolumeId(1), PointAnswer::Step(refused));
+    point.on(at(1), VolumeId(1), PointAnswer::Step(PointOutcome::TooManySnapshots));
     obey(&mut point, 1);
     let Some(PointVerdict::Broken(broken)) = point.verdict() else { panic!("{point:?}") };
-    assert_eq!(broken, Broken::Refused(VolumeId(1), SnapshotOutcome::TooMany));
+    assert_eq!(broken, Broken::TooManySnapshots(VolumeId(1)));
     assert!(!broken.may_pass());
 }
 
@@ -147,7 +146,7 @@ fn any_answer() -> impl Strategy<Value = PointAnswer> {
             PointAnswer::Step(PointOutcome::Released { unbroken })
         }),
         3 => made,
-        1 => Just(PointAnswer::Step(PointOutcome::Refused(SnapshotOutcome::Unsupported))),
+        1 => Just(PointAnswer::Step(PointOutcome::TooManySnapshots)),
     ]
 }
 

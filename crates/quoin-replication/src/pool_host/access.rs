@@ -1,11 +1,12 @@
 //! Rights on a connection to a pool.
 //!
 //! A session's own connection is believed for exactly what its grant names: one volume, one epoch
-//! and incarnation, one node. It opens the replica that its Hello named and no other. A bulk
+//! and incarnation, one node, and for writing only where that says so. It opens the replica that its Hello named and no other. A bulk
 //! connection is one of a session that is open for the same replica, and so by the same grant.
 
 use std::time::Duration;
 
+use quoin_types::entry::Entry;
 use quoin_types::ids::{Epoch, Incarnation, ReplicaGuid, ReplicaId, SessionKey, VolumeId};
 use quoin_types::message::ToReplica;
 use quoin_types::mutant;
@@ -58,6 +59,16 @@ impl Granted<'_> {
             && self.incarnation == session.incarnation
             && self.node == peer
     }
+}
+
+/// Returns true if a session of `epoch` may append an entry, by a grant that lets it change the volume's
+/// content or not. A session that may not brings replicas to what others have: entries of former
+/// epochs are history. In its own it appends what changes no content, such as Views and snapshots.
+pub fn appends(writes: bool, epoch: Epoch, entry: &Entry) -> bool {
+    writes
+        || entry.epoch != epoch
+        || !entry.kind.changes_content()
+        || mutant::is("written-by-a-grant-that-reads")
 }
 
 /// The replica that a connection was believed for. Only that one is opened by it: the grant was
@@ -132,7 +143,6 @@ mod tests {
             replica: claim.replica,
             guid: claim.guid,
             lease_ms: 1000,
-            knows_points: true,
             membership: Membership::default(),
         };
         assert!(CLAIM.allows(&open(CLAIM)));

@@ -20,6 +20,9 @@ const RELAXED_PART: u32 = 8;
 const REST: Duration = Duration::from_millis(20);
 /// Between attempts at background work that failed for a reason that is not the disk's.
 const FAILED_REST: Duration = Duration::from_secs(10);
+/// Time after which a read of the disk that background work waits for counts as one that never ends.
+/// A disk that is merely busy answers before.
+pub const HUNG_AFTER: Duration = Duration::from_secs(60);
 /// Time without input after which relaxed background work is done without a rest.
 pub const QUIET: Duration = Duration::from_millis(2);
 
@@ -50,6 +53,8 @@ pub struct Background {
     rest_until: Time,
     /// Before this, relaxed work waits for a pause of the clients.
     relaxed_from: Time,
+    /// Since when the next step waits for the disk.
+    waits_from: Option<Time>,
 }
 
 impl Background {
@@ -76,10 +81,31 @@ impl Background {
         }
     }
 
+    /// Whether the next step, which `waits` for reads of the disk or not, has waited for too long: it is
+    /// to be given up, so that other work goes on. Said once of each wait.
+    pub fn hangs(&mut self, now: Time, waits: bool) -> bool {
+        if !waits {
+            self.waits_from = None;
+            return false;
+        }
+        let from = *self.waits_from.get_or_insert(now);
+        let hangs = now.since(from) >= HUNG_AFTER;
+        if hangs {
+            self.waits_from = None;
+        }
+        hangs
+    }
+
+    /// How long until a step that waits has waited for too long.
+    pub fn hung_in(&self, now: Time) -> Option<Duration> {
+        self.waits_from.map(|from| (from + HUNG_AFTER).since(now))
+    }
+
     /// A sync ended, or reads for background work did: what is on media or in memory now may be
     /// what it waited for.
     pub fn disk_answered(&mut self, now: Time) {
         self.rest_until = now;
+        self.waits_from = None;
     }
 
     /// How long until there may be something to do.
@@ -116,6 +142,20 @@ mod tests {
         assert_eq!(background.due_in(soon, Urgency::Relaxed), Some(QUIET));
         assert_eq!(background.due_in(soon, Urgency::Soon), Some(Duration::ZERO));
         assert_eq!(background.due_in(soon, Urgency::Idle), None);
+    }
+
+    #[test]
+    fn a_step_whose_read_never_ends_is_given_up_and_one_that_is_answered_is_not() {
+        let mut background = Background::default();
+        assert!(!background.hangs(NOW, true));
+        let almost = NOW + HUNG_AFTER - Duration::from_secs(1);
+        assert!(!background.hangs(almost, true));
+        assert_eq!(background.hung_in(almost), Some(Duration::from_secs(1)));
+        background.disk_answered(almost);
+        assert!(!background.hangs(NOW + HUNG_AFTER, true), "another step waits since now");
+        assert!(background.hangs(NOW + HUNG_AFTER * 2, true));
+        assert_eq!(background.hung_in(NOW + HUNG_AFTER * 2), None);
+        assert!(!background.hangs(NOW + HUNG_AFTER * 3, false));
     }
 
     #[test]

@@ -42,8 +42,8 @@ pub struct ScrubState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Place {
     pub replica: ReplicaGuid,
-    /// The store's own count of what it reads one after the other.
-    pub stage: u32,
+    /// The store's own name of what it reads.
+    pub stage: u64,
     pub cursor: u64,
 }
 
@@ -102,7 +102,7 @@ impl Scrub {
         let replica: ReplicaGuid = words.next()?.parse().ok()?;
         self.state.running = words.next()? == "running";
         self.asked = asked == 1;
-        self.at = Place { replica, stage: u32::try_from(stage).ok()?, cursor };
+        self.at = Place { replica, stage, cursor };
         Some(())
     }
 
@@ -160,8 +160,10 @@ impl Scrub {
         self.save(at.now);
     }
 
-    fn due_s(&self) -> Option<u64> {
-        Some(self.state.ended_s.saturating_add(self.period?.as_secs()))
+    /// A pass that ended at a time that lies ahead ended by a clock that was wrong: the next one is
+    /// not put off for as long.
+    fn due_s(&self, at: Moment) -> Option<u64> {
+        Some(self.state.ended_s.min(at.wall_s).saturating_add(self.period?.as_secs()))
     }
 
     /// How long until a step is due; `None`: no pass is planned.
@@ -170,18 +172,22 @@ impl Scrub {
         if self.state.running {
             return Some(next_step);
         }
-        let left = Duration::from_secs(self.due_s()?.saturating_sub(at.wall_s));
+        let left = Duration::from_secs(self.due_s(at)?.saturating_sub(at.wall_s));
         Some(left.min(LOOK_EVERY).max(next_step))
     }
 
     /// Returns the place to read now: the replica to go on with and where, or those after it from
     /// the start.
     pub fn step(&mut self, at: Moment, used_bytes: u64) -> Option<Place> {
+        if !self.state.running && self.state.ended_s > at.wall_s {
+            self.state.ended_s = at.wall_s;
+            self.save(at.now);
+        }
         if self.due_in(at)? > Duration::ZERO {
             return None;
         }
         if !self.state.running {
-            if at.wall_s < self.due_s()? {
+            if at.wall_s < self.due_s(at)? {
                 return None;
             }
             self.begin(at, used_bytes);
@@ -278,6 +284,21 @@ mod tests {
         let later = Moment { wall_s: WALL_S + WEEK.as_secs(), ..START };
         assert!(scrub.step(later, 1 << 30).is_some(), "a period has passed");
         assert_eq!(Scrub::new(WALL_S, None, "").due_in(START), None);
+    }
+
+    #[test]
+    fn a_pass_that_ended_by_a_clock_that_was_ahead_puts_the_next_one_off_by_no_more_than_a_period()
+    {
+        let mut scrub = weekly();
+        scrub.ask(START, 1, 1 << 30);
+        let ahead = Moment { wall_s: WALL_S + 50 * WEEK.as_secs(), ..START };
+        scrub.ended(ahead);
+        // The clock is right again, also after a restart.
+        let mut scrub = Scrub::new(WALL_S, Some(WEEK), &scrub.text());
+        assert_eq!(scrub.step(START, 1 << 30), None);
+        assert_eq!(scrub.due_in(START), Some(LOOK_EVERY));
+        let later = Moment { wall_s: WALL_S + WEEK.as_secs(), ..START };
+        assert!(scrub.step(later, 1 << 30).is_some(), "a period has passed");
     }
 
     #[test]

@@ -4,8 +4,7 @@
 //! rebuild has needed it for a while. Client traffic never queues behind rebuild data. The loss of
 //! a bulk connection does not end the session; the end of a session ends its bulk connection. A
 //! source whose bulk connection is lost gets no requests until it has another one. A receiver is
-//! asked how far its shadow is complete, and feeding continues from there. Replicas of versions
-//! without bulk connections are copied from and fed by the session's own connection.
+//! asked how far its shadow is complete, and feeding continues from there.
 
 use std::time::Duration;
 
@@ -33,8 +32,6 @@ enum State {
 
 /// The bulk connection of one session.
 pub(super) struct Bulk {
-    /// Set if the other side supports bulk connections.
-    offered: bool,
     state: State,
     number: u64,
     retry: Duration,
@@ -45,21 +42,18 @@ pub(super) struct Bulk {
     heard: Time,
 }
 
-impl Bulk {
-    pub fn new(offered: bool) -> Self {
+impl Default for Bulk {
+    fn default() -> Self {
         let state = State::Closed { retry_at: Time::ZERO };
         let (retry, heard) = (RETRY_FIRST, Time::ZERO);
-        Self { offered, state, number: 0, retry, needed: false, owed: 0, heard }
+        Self { state, number: 0, retry, needed: false, owed: 0, heard }
     }
+}
 
-    /// Returns true if rebuild data uses a connection of its own.
-    pub fn is_offered(&self) -> bool {
-        self.offered
-    }
-
+impl Bulk {
     /// Returns true if rebuild data can be sent now.
     pub fn carries(&self) -> bool {
-        !self.offered || matches!(self.state, State::Open { .. })
+        matches!(self.state, State::Open { .. })
     }
 
     /// Counts a message that will be answered.
@@ -94,7 +88,7 @@ impl Bulk {
     /// Time of the next action on the connection.
     pub fn due(&self) -> Option<Time> {
         match self.state {
-            State::Closed { retry_at } => (self.offered && self.needed).then_some(retry_at),
+            State::Closed { retry_at } => self.needed.then_some(retry_at),
             State::Open { idle_since: Some(since) } => Some(since + IDLE),
             _ => self.dead_at(),
         }
@@ -130,9 +124,6 @@ impl Primary {
     /// Requests the bulk connections that are needed. Closes those that are unneeded or silent.
     pub(super) fn step_bulk(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         for index in 0..self.members.len() {
-            if !self.members[index].bulk.offered {
-                continue;
-            }
             let needed = self.needs_bulk(&self.members[index]);
             let bulk = &mut self.members[index].bulk;
             bulk.needed = needed;
@@ -241,9 +232,6 @@ impl Primary {
         message: ToReplica,
         actions: &mut Vec<PrimaryAction>,
     ) {
-        if !self.members[index].bulk.offered {
-            return self.send(index, message, actions);
-        }
         if answered {
             self.members[index].bulk.owes(now);
         }

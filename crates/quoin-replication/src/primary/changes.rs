@@ -215,7 +215,6 @@ impl Primary {
             };
             let usable = self.members.peers.iter().position(|p| {
                 p.link == Link::Fed
-                    && p.knows_points
                     && self.commit.views.counts(p.member)
                     && p.progress.applied >= needed
                     && !tried(&p.member)

@@ -95,15 +95,16 @@ impl Primary {
         }
     }
 
-    /// Decides whether a request takes effect, and how many of its parts took effect before.
-    pub(super) fn judge_repeat(&self, request: &Request) -> Result<u8, Repeated> {
+    /// Decides whether a request takes effect, and from which block on: parts of it that took effect
+    /// before are below.
+    pub(super) fn judge_repeat(&self, request: &Request) -> Result<u64, Repeated> {
         let Some(origin) = &request.origin else { return Ok(0) };
         if !Self::is_write(&request.operation) {
             return Ok(0);
         }
         match self.history.clients.judge(origin) {
             Judged::Executed(_) | Judged::OutOfWindow if mutant::is("repeat-done-again") => Ok(0),
-            Judged::New { parts } => Ok(parts),
+            Judged::New { from } => Ok(from),
             Judged::Executed(lsn) => Err(Repeated::Executed(lsn)),
             Judged::NoClient if mutant::is("client-used-after-its-end") => Ok(0),
             Judged::NoClient => Err(Repeated::Refused(BlockError::NoClient)),
@@ -114,6 +115,8 @@ impl Primary {
     /// Answers a request that was sent again as its first one is answered, or refuses it.
     pub(super) fn answer_repeat(&mut self, request: &Request, answered: Repeated) {
         let token = request.token;
+        // The whole request is answered, not the part of it that was admitted.
+        self.requests.take_rest(token);
         match answered {
             Repeated::Executed(lsn) => {
                 let fua = match request.operation {

@@ -13,6 +13,7 @@ use super::serve::PATIENCE;
 use super::wait_reason::WaitReason;
 use quoin_types::entry::Rule;
 use quoin_types::ids::Lsn;
+use quoin_types::message::Takes;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
@@ -103,10 +104,11 @@ impl Commit {
         Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
     }
 
-    /// Returns true if some rule has fewer than CF counted members with room.
-    pub fn short_of_room(&self, peers: &[Peer]) -> bool {
+    /// Returns true if some rule has fewer than CF counted members whose pools take entries of this
+    /// kind.
+    pub fn is_short_of(&self, what: Takes, peers: &[Peer]) -> bool {
         let counted = quorum::reached(&self.views, peers, |_| Some(()));
-        let roomy = |p: &Peer| (!p.room.short && !p.room.stuck).then_some(());
+        let roomy = |p: &Peer| p.room.share_of(what).map(drop);
         counted.is_some() && quorum::reached(&self.views, peers, roomy).is_none()
     }
 
@@ -162,6 +164,7 @@ mod tests {
     use quoin_types::entry::View;
     use quoin_types::ids::{ReplicaGuid, ReplicaId};
     use quoin_types::membership::Member;
+    use quoin_types::message::RoomGrant;
 
     fn at(ms: u64) -> Time {
         Time::from_millis(ms)
@@ -244,16 +247,19 @@ mod tests {
         let mut peers = peers([(9, 9); 3]);
         peers[0].link = Link::Down;
         assert_eq!(commit.short_of(&peers), None);
-        peers[1].room.short = true;
-        assert!(commit.short_of_room(&peers));
+        for peer in &mut peers {
+            peer.room.report(RoomGrant::UNBOUNDED);
+        }
+        peers[1].room.report(RoomGrant { takes: Takes::Holes, ..RoomGrant::UNBOUNDED });
+        assert!(commit.is_short_of(Takes::Writes, &peers));
         peers[0].link = Link::Fed;
-        assert!(!commit.short_of_room(&peers), "two have room");
+        assert!(!commit.is_short_of(Takes::Writes, &peers), "two have room");
         peers[0].room.stuck = true;
-        assert!(commit.short_of_room(&peers));
+        assert!(commit.is_short_of(Takes::Writes, &peers));
         (peers[0].link, peers[1].link) = (Link::Down, Link::Truncating);
         let short = WaitReason::Quorum { counted: 1, rf: 3, cf: 2, changing: false };
         assert_eq!(commit.short_of(&peers), Some(short));
-        assert!(!commit.short_of_room(&peers), "it is short of replicas");
+        assert!(!commit.is_short_of(Takes::Writes, &peers), "it is short of replicas");
     }
 
     #[test]

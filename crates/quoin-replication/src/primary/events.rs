@@ -13,22 +13,6 @@ use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::time::Time;
 use std::time::Duration;
 
-/// Features of the other side of a session, beyond the messages of the first version.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Knows {
-    /// [`ToReplica::Verify`].
-    pub verify: bool,
-    /// Bulk connections, and with them the sums of increments.
-    pub bulk: bool,
-    /// Fields that concern snapshots, and Reverts as versioned writes.
-    pub points: bool,
-}
-
-impl Knows {
-    /// All features of this version.
-    pub const ALL: Knows = Knows { verify: true, bulk: true, points: true };
-}
-
 #[derive(Clone, Debug)]
 pub enum PrimaryEvent {
     /// Answer to [`PrimaryAction::AcquireEpoch`].
@@ -48,7 +32,6 @@ pub enum PrimaryEvent {
     },
     Connected {
         session: SessionKey,
-        knows: Knows,
     },
     /// The transport ended, or could not be established.
     Disconnected {
@@ -96,11 +79,8 @@ pub enum PrimaryEvent {
     Resize {
         blocks: u64,
     },
-    /// The volume's options have changed; `granted`: they come with the grant that follows.
-    Options {
-        options: LiveOptions,
-        granted: bool,
-    },
+    /// The volume's options, which may have changed.
+    Options(LiveOptions),
     /// Requests that a snapshot exist, or not exist any more; repeated until a note answers it.
     Snapshot {
         id: SnapshotId,

@@ -30,7 +30,7 @@ pub(super) struct History {
     pub clients: ClientTable,
 }
 
-/// Heads of the snapshots that a replica reports. A rebuild by an older version left none.
+/// Heads of the snapshots that a replica reports, as far as it knows them.
 fn heads_of(replica: &OpenAck) -> BTreeMap<SnapshotId, SnapshotHead> {
     let ids = replica.snapshots.iter().map(|s| s.id);
     let known = |(_, head): &(SnapshotId, SnapshotHead)| head.epoch > Epoch::ZERO;
@@ -247,8 +247,7 @@ impl History {
         self.snapshots.iter().find(|s| s.id == id)
     }
 
-    /// Epoch and chain at a snapshot. The authority's report may lack them, if its pool is of an
-    /// older version.
+    /// Epoch and chain at a snapshot. The authority's report may lack them.
     pub fn head_of(&self, id: SnapshotId) -> Option<SnapshotHead> {
         self.heads.get(&id).copied()
     }
@@ -346,6 +345,7 @@ mod tests {
             quorum: true,
             damaged: false,
             volume_blocks: 64,
+            room: quoin_types::message::RoomGrant::UNBOUNDED,
             snapshots: Vec::new(),
             shadow: None,
             shadow_cut: None,

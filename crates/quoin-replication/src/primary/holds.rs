@@ -14,7 +14,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Phase, Primary, PrimaryAction, PrimaryNote, SnapshotOutcome, USER_SNAPSHOTS_MAX};
+use super::{Phase, Primary, PrimaryAction, PrimaryNote, USER_SNAPSHOTS_MAX};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Epoch, Lsn, PointId, SnapshotId};
 use quoin_types::mutant;
@@ -45,7 +45,7 @@ pub enum PointOutcome {
     /// The snapshot has its place in the history, which is not on media yet.
     Cut { snapshot: SnapshotId, lsn: Lsn, epoch: Epoch },
     /// The snapshot cannot be made, and waiting does not help.
-    Refused(SnapshotOutcome),
+    TooManySnapshots,
     /// The point is not held any more, or never was. `unbroken`: it was cut, and nothing was answered
     /// from its hold to its release.
     Released { unbroken: bool },
@@ -173,14 +173,8 @@ impl Primary {
             return;
         }
         let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
-        let refused = match self.in_sync_know_points() {
-            None => return,
-            Some(false) => Some(SnapshotOutcome::Unsupported),
-            Some(true) if users >= USER_SNAPSHOTS_MAX => Some(SnapshotOutcome::TooMany),
-            Some(true) => None,
-        };
-        if let Some(refused) = refused {
-            return actions.push(note(point, PointOutcome::Refused(refused)));
+        if users >= USER_SNAPSHOTS_MAX {
+            return actions.push(note(point, PointOutcome::TooManySnapshots));
         }
         let kind = EntryKind::Snapshot { id: snapshot, hidden: false };
         let lsn = self.history.append_bare(epoch, kind).lsn;

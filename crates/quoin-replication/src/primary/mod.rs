@@ -78,7 +78,7 @@ mod write;
 
 use announced::Announced;
 pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
-pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
+pub use events::{PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 pub use holds::{HOLD_MS_MAX, PointOutcome, PointWish};
 pub use options::LiveOptions;
@@ -249,8 +249,8 @@ impl Primary {
                     self.rest(now);
                 }
             }
-            PrimaryEvent::Connected { session, knows } => {
-                self.connected(now, session, knows, actions);
+            PrimaryEvent::Connected { session } => {
+                self.connected(now, session, actions);
             }
             PrimaryEvent::BulkConnected { bulk } => self.bulk_connected(bulk, actions),
             PrimaryEvent::BulkDisconnected { bulk } => self.bulk_disconnected(now, bulk, actions),
@@ -284,7 +284,7 @@ impl Primary {
                     self.grow();
                 }
             }
-            PrimaryEvent::Options { options, granted } => self.change_options(&options, granted),
+            PrimaryEvent::Options(options) => self.change_options(&options),
             PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
             PrimaryEvent::Point { point, wish } => self.wish_point(now, point, wish, actions),
             PrimaryEvent::Changes(request) => self.ask_changes(now, request),
@@ -410,11 +410,12 @@ impl Primary {
                 }));
             }
             FromReplica::NoRoom { applied } => self.on_no_room(now, index, applied, actions),
-            FromReplica::Room { short } => self.on_room(index, short),
+            FromReplica::Room(room) => self.on_room(index, room),
             FromReplica::BadCopy(copy) => self.on_bad_copy(now, index, copy, actions),
             FromReplica::Closed => self.hang_up(now, index, actions),
             FromReplica::Failed(failure) => {
-                if failure == Failure::Full {
+                // While IO goes on it is one replica that waits for room, and not the volume.
+                if failure == Failure::Full && self.phase != Phase::Serving {
                     self.wait_for(WaitReason::RoomInPool, actions);
                 }
                 self.hang_up(now, index, actions);

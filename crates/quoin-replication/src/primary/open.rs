@@ -8,7 +8,7 @@ use super::refusals::Judged;
 use super::requests::Waiting;
 use super::serve::PATIENCE;
 use super::verdict::Verdict;
-use super::{History, Knows, Link, Peer, Phase, Primary, PrimaryAction, PrimaryNote, WaitReason};
+use super::{History, Link, Peer, Phase, Primary, PrimaryAction, PrimaryNote, WaitReason};
 use quoin_types::EPOCH_MAX;
 use quoin_types::entry::{Chain, EntryKind, Rule, SharedEntry, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SessionKey};
@@ -111,7 +111,6 @@ impl Primary {
         &mut self,
         now: Time,
         session: SessionKey,
-        knows: Knows,
         actions: &mut Vec<PrimaryAction>,
     ) {
         let Some(index) = self.peer_of(session) else {
@@ -121,9 +120,7 @@ impl Primary {
         if peer.link != Link::Connecting {
             return;
         }
-        peer.verifies = knows.verify;
-        peer.knows_points = knows.points;
-        peer.bulk = Bulk::new(knows.bulk);
+        peer.bulk = Bulk::default();
         peer.link = Link::Opening;
         peer.since = now;
         let message = ToReplica::Open {
@@ -132,7 +129,6 @@ impl Primary {
             guid: peer.member.guid,
             membership: self.members.membership.clone(),
             lease_ms: self.config.lease_ms,
-            knows_points: knows.points,
         };
         self.send(index, message, actions);
     }
@@ -216,6 +212,7 @@ impl Primary {
             return self.shut_out(now, index, what, actions);
         }
         peer.link = Link::Answered;
+        peer.room.report(ack.room);
         peer.ack = Some(ack);
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. } | Phase::Recovering) {
             self.begin_feeding(now, index, actions);
@@ -465,13 +462,6 @@ impl Primary {
             actions.push(PrimaryAction::Note(PrimaryNote::ControlPlaneBehind { durable_version }));
             return self.shut_out(now, index, "MembershipMonotone", actions);
         }
-        let is_revert = |e: &SharedEntry| matches!(e.kind, EntryKind::Revert { .. });
-        if !peer.knows_points && self.history.after(ack.position.lsn).any(is_revert) {
-            // Fed with it, the replica would hold something else than the others.
-            let (member, reason) = (peer.member, "its pool runs a version that reverts otherwise");
-            actions.push(PrimaryAction::Note(PrimaryNote::Dropped { member, reason }));
-            return self.hang_up(now, index, actions);
-        }
         let common = match (self.history.common_prefix(ack), peer.lasting.parts_at) {
             (Ok(common), Some(parts_at)) => Ok(common.min(parts_at)),
             (Err("OneContent"), Some(parts_at)) => Ok(parts_at.min(ack.position.lsn)),
@@ -566,7 +556,9 @@ impl Primary {
         let at = self.history.last;
         actions.push(PrimaryAction::Note(PrimaryNote::Serving { epoch: self.opening.epoch, at }));
         self.note_in_sync(actions);
-        let rewritten = self.opening.rewrite_orphans(self.opening.epoch, &mut self.history);
+        let may_write = !self.config.read_only;
+        let epoch = self.opening.epoch;
+        let rewritten = self.opening.rewrite_orphans(epoch, may_write, &mut self.history);
         self.requests.renumber(|lsn| rewritten.find(lsn));
         self.reads.owed = rewritten.find(self.reads.owed);
         // Growth comes before requests that waited: they know the volume in its present size.

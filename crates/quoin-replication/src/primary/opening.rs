@@ -110,8 +110,15 @@ impl Opening {
     }
 
     /// Sequences again, in their order, the entries of an older epoch that did not survive;
-    /// requests that wait for them wait for the new LSNs. Entries that survived are committed.
-    pub fn rewrite_orphans(&mut self, epoch: Epoch, history: &mut History) -> Rewritten {
+    /// requests that wait for them wait for the new LSNs. Entries that survived are committed. A
+    /// primary that may not write leaves away those of a writer before it, which no request of its
+    /// own waits for.
+    pub fn rewrite_orphans(
+        &mut self,
+        epoch: Epoch,
+        may_write: bool,
+        history: &mut History,
+    ) -> Rewritten {
         let mut orphans = std::mem::take(&mut self.orphans);
         if mutant::is("orphans-not-written-again") {
             orphans.clear();
@@ -123,18 +130,19 @@ impl Opening {
                 moved.push((entry.lsn, entry.lsn));
                 continue;
             }
-            if let Some(part) = &entry.part
-                && let Judged::Executed(lsn) = history.clients.judge(&part.origin)
-            {
+            let took_effect =
+                entry.part.and_then(|part| match history.clients.judge(&part.origin) {
+                    Judged::Executed(lsn) => Some(lsn),
+                    Judged::New { from } if part.end <= from => Some(last),
+                    _ => None,
+                });
+            if let Some(lsn) = took_effect {
                 moved.push((entry.lsn, lsn));
                 continue;
             }
             let is_wanted = match entry.kind {
-                EntryKind::Write
-                | EntryKind::Trim
-                | EntryKind::Zero { .. }
-                | EntryKind::BeginClient { .. }
-                | EntryKind::EndClient { .. } => true,
+                EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => may_write,
+                EntryKind::BeginClient { .. } | EntryKind::EndClient { .. } => true,
                 // Writes beyond the old end may follow it.
                 EntryKind::Resize { blocks } => blocks > history.blocks,
                 _ => false,
@@ -203,6 +211,20 @@ mod tests {
     }
 
     #[test]
+    fn a_primary_that_may_not_write_writes_no_entry_of_a_writer_before_it_again() {
+        let mut old = History::empty(64);
+        let committed = write(&mut old, 1, 1);
+        let orphan = write(&mut old, 1, 2);
+        let mut opening = Opening::new(at(0), 1);
+        opening.keep(&old, committed, committed);
+        let mut new = History::empty(64);
+        write(&mut new, 1, 1);
+        let last = new.append_bare(Epoch(2), EntryKind::Resize { blocks: 64 }).lsn;
+        let rewritten = opening.rewrite_orphans(Epoch(2), false, &mut new);
+        assert_eq!((new.last.lsn, rewritten.find(orphan)), (last, last));
+    }
+
+    #[test]
     fn entries_that_did_not_survive_are_written_again_and_their_requests_find_them() {
         let mut old = History::empty(64);
         let committed = write(&mut old, 1, 1);
@@ -216,13 +238,13 @@ mod tests {
         write(&mut new, 1, 1);
         write(&mut new, 1, 2);
         new.append_bare(Epoch(2), EntryKind::Resize { blocks: 64 });
-        let rewritten = opening.rewrite_orphans(Epoch(2), &mut new);
+        let rewritten = opening.rewrite_orphans(Epoch(2), true, &mut new);
         assert_eq!(rewritten.find(committed), committed);
         assert_eq!(rewritten.find(survives), survives);
         let found = [orphan, behind].map(|lsn| new.get(rewritten.find(lsn)).unwrap().lba);
         assert_eq!(found, [3, 4]);
         assert_eq!(new.last.lsn, Lsn(5), "a size that is no larger is left out");
-        assert_eq!(opening.rewrite_orphans(Epoch(2), &mut new).find(orphan), orphan, "once");
+        assert_eq!(opening.rewrite_orphans(Epoch(2), true, &mut new).find(orphan), orphan, "once");
     }
 
     #[test]

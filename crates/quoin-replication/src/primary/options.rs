@@ -7,11 +7,16 @@
 //! active. What was acknowledged or read at commit before a change to `media` may not be stable
 //! yet; it is owed all the same, until it is.
 //!
-//! Options carry the version of the record that they are from. A grant comes with the options of
-//! the record that granted it, so that no epoch opens with older ones; messages that are under way
-//! longer than a grant never bring older options back.
+//! Options carry the version of the record that they are from, in which the controller's term is the
+//! upper part ([`quoin_types::Term::version_of`]). A grant comes with the options of the record that
+//! granted it, so that no epoch opens with older ones. The newest version stays, whichever way it came
+//! and in whichever order: a grant that is under way longer than a change does not bring older options
+//! back, and restored records, which begin a term, are never older.
+//!
+//! Options are in force once no target can answer by others. So a target says it of those by which it
+//! serves: while it opens, the one before it may still answer.
 
-use super::{OnFull, OnQuorumLoss, Primary, PrimaryConfig, ReadMode};
+use super::{OnFull, OnQuorumLoss, Phase, Primary, PrimaryConfig, ReadMode};
 use quoin_types::ids::Lsn;
 use quoin_types::membership::Durability;
 use quoin_types::mutant;
@@ -46,13 +51,12 @@ pub(super) struct Options {
 }
 
 impl Primary {
-    /// Takes options over. `granted`: they are from the record that granted the present epoch,
-    /// which may be a recovered one with a lower version.
-    pub(super) fn change_options(&mut self, options: &LiveOptions, granted: bool) {
-        if options.version < self.options.version && !granted {
+    /// Takes options over, unless newer ones are known.
+    pub(super) fn change_options(&mut self, options: &LiveOptions) {
+        if options.version < self.options.version && !mutant::is("older-options-come-back") {
             return;
         }
-        self.options.before = self.options_in_force();
+        self.options.before = self.ruling_options();
         self.options.version = options.version;
         self.config.on_quorum_loss = options.on_quorum_loss;
         self.config.on_full = options.on_full;
@@ -101,8 +105,17 @@ impl Primary {
         self.commit.stable.max(self.options.shown.min(self.commit.lsn))
     }
 
-    /// Version of the options that rule all IO.
+    /// Version of the options that rule all IO of the volume; 0: of another target, if of any.
     pub(super) fn options_in_force(&self) -> u64 {
+        match self.phase {
+            Phase::Serving => self.ruling_options(),
+            _ if mutant::is("options-in-force-while-opening") => self.ruling_options(),
+            _ => 0,
+        }
+    }
+
+    /// Version of the options that rule all IO of this target.
+    fn ruling_options(&self) -> u64 {
         let durability = self.config.durability;
         let is_settled = self.commit.views.all().all(|view| view.durability == durability);
         if is_settled { self.options.version } else { self.options.before }

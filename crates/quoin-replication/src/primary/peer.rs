@@ -7,7 +7,7 @@ use super::rebuild::Rebuild;
 use super::rounds::Rounds;
 use quoin_types::ids::Lsn;
 use quoin_types::membership::Member;
-use quoin_types::message::OpenAck;
+use quoin_types::message::{OpenAck, RoomGrant, Takes};
 use quoin_types::time::Time;
 
 /// State of the session with a replica. Acknowledgements count in `Fed` and `Rebuilding` only:
@@ -75,8 +75,8 @@ pub(super) struct Progress {
 /// Room in the pool of a replica.
 #[derive(Default)]
 pub(super) struct Room {
-    /// Set while the pool is short of room.
-    pub short: bool,
+    /// What the pool grants in this session; `None`: it has not answered.
+    pub granted: Option<RoomGrant>,
     /// Set while the pool accepts no entries.
     pub stuck: bool,
     /// Time at which entries that found no room are sent again.
@@ -84,12 +84,18 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// Records the pool's report of whether it is short of room.
-    pub fn report(&mut self, short: bool) {
-        self.short = short;
-        if !short {
+    /// Records what the pool grants.
+    pub fn report(&mut self, granted: RoomGrant) {
+        self.granted = Some(granted);
+        if granted.takes == Takes::Writes {
             (self.stuck, self.full_until) = (false, None);
         }
+    }
+
+    /// The share of the replica, if its pool takes entries of this kind.
+    pub fn share_of(&self, what: Takes) -> Option<u32> {
+        let granted = self.granted.filter(|granted| granted.takes >= what && !self.stuck)?;
+        Some(granted.share_blocks)
     }
 
     /// Records that the pool accepted no more entries; they are sent again at `again`.
@@ -130,10 +136,6 @@ pub(super) struct Peer {
     pub since: Time,
     pub retry: Retry,
     pub ack: Option<Box<OpenAck>>,
-    /// Set if the replica supports verification.
-    pub verifies: bool,
-    /// Set if the replica knows the fields that concern snapshots, and Reverts as versioned writes.
-    pub knows_points: bool,
     pub progress: Progress,
     pub lease: Lease,
     pub reads: PeerReads,
@@ -153,8 +155,6 @@ impl Peer {
             since: now,
             retry: Retry { at: now, pause: RETRY_FIRST },
             ack: None,
-            verifies: false,
-            knows_points: false,
             progress: Progress::default(),
             lease: Lease::default(),
             reads: PeerReads::default(),
@@ -162,7 +162,7 @@ impl Peer {
             lasting: Lasting::default(),
             rebuild: None,
             rounds: Rounds::default(),
-            bulk: Bulk::new(false),
+            bulk: Bulk::default(),
         }
     }
 
@@ -253,10 +253,17 @@ mod tests {
         assert_eq!(peer.room.full_until, Some(at(500)), "they are offered when that was said");
         peer.has_reached(at(4), Lsn(9), Lsn(3), Lsn(9));
         assert_eq!((peer.progress.behind_since, peer.progress.durable), (None, Lsn(4)));
-        peer.room.report(true);
-        assert!(peer.room.short && peer.room.full_until.is_some());
-        peer.room.report(false);
-        assert!(!peer.room.short && peer.room.full_until.is_none());
+        assert_eq!(peer.room.share_of(Takes::Holes), None, "its pool has not told any room yet");
+        let holes = RoomGrant { takes: Takes::Holes, share_blocks: 9 };
+        peer.room.report(holes);
+        assert!(peer.room.full_until.is_some());
+        assert_eq!(peer.room.share_of(Takes::Holes), Some(9));
+        assert_eq!(peer.room.share_of(Takes::Writes), None);
+        peer.room.report(RoomGrant { takes: Takes::Writes, ..holes });
+        assert!(peer.room.full_until.is_none());
+        assert_eq!(peer.room.share_of(Takes::Writes), Some(9));
+        peer.room.ran_out(at(900));
+        assert_eq!(peer.room.share_of(Takes::Holes), None, "it takes nothing");
     }
 
     #[test]

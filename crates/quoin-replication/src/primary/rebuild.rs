@@ -21,17 +21,15 @@ use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Lsn, Position, SnapshotId};
 use quoin_types::membership::Member;
 use quoin_types::message::{
-    CutHead, FedSum, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotHead, SnapshotInfo,
-    ToReplica,
+    CutHead, FedSum, IncrementEnd, ReadView, RequestId, Slot, SnapshotHead, SnapshotInfo, ToReplica,
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Time without progress after which a rebuild is given a new session.
-const STALL: Duration = Duration::from_secs(20);
-/// The same for a rebuild by a bulk connection, which is established anew before. Nothing else
-/// checks whether the session of a replica that is only rebuilt is still alive.
-const STALL_APART: Duration = Duration::from_secs(60);
+/// Time without progress after which a rebuild is given a new session. Its bulk connection is
+/// established anew before. Nothing else checks whether the session of a replica that is only
+/// rebuilt is still alive.
+const STALL: Duration = Duration::from_secs(60);
 /// Time for the commit: the receiver writes back everything that its kernel still caches of the
 /// increment.
 const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
@@ -110,14 +108,11 @@ impl Rebuild {
         self.feeds = 0;
     }
 
-    /// Builds the next message of the view; `apart`: it is sent by a bulk connection, where slots
-    /// are counted.
-    fn feed(&mut self, slots: Vec<Slot>, cursor: Option<u64>, apart: bool) -> ToReplica {
+    /// Builds the next message of the view, and counts its slots.
+    fn feed(&mut self, slots: Vec<Slot>, cursor: Option<u64>) -> ToReplica {
         let cursor = cursor.unwrap_or(u64::MAX);
-        let after = apart.then_some(self.fed.upto);
-        if apart {
-            self.fed.sum.add(&slots);
-        }
+        let after = self.fed.upto;
+        self.fed.sum.add(&slots);
         self.fed.upto = cursor;
         ToReplica::IncrementFeed { rebuild: self.id, slots, cursor, after }
     }
@@ -168,12 +163,10 @@ impl Rebuild {
         self.boundary.map(|(_, lsn)| lsn).or(self.end.as_ref().map(|e| e.position.lsn))
     }
 
-    /// Time at which the rebuild counts as dead without progress. `apart`: it uses a bulk
-    /// connection.
-    pub fn dead_at(&self, apart: bool) -> Option<Time> {
+    /// Time at which the rebuild counts as dead without progress.
+    pub fn dead_at(&self) -> Option<Time> {
         match self.stage {
             Stage::Boundary => None,
-            Stage::Moving | Stage::Beginning if apart => Some(self.moved + STALL_APART),
             Stage::Moving | Stage::Beginning => Some(self.moved + STALL),
             Stage::Committing => Some(self.moved + COMMIT_PATIENCE),
         }
@@ -211,8 +204,9 @@ impl Primary {
             if rebuild.stage == Stage::Boundary
                 && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= settled)
             {
+                // The boundary is stable, and everything below it can be copied.
                 rebuild.moved = now;
-                self.begin_moving(now, index, actions);
+                (rebuild.stage, rebuild.ask) = (Stage::Beginning, true);
             }
             self.ask_receiver(now, index, actions);
             self.pull_next(now, index, actions);
@@ -220,27 +214,6 @@ impl Primary {
                 // The answer of a source ended the epoch.
                 return;
             }
-        }
-    }
-
-    /// Starts copying: the boundary is stable, and everything below it can be copied.
-    fn begin_moving(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
-        let apart = self.members[index].bulk.is_offered();
-        let Some(rebuild) = &mut self.members[index].rebuild else { return };
-        if apart {
-            (rebuild.stage, rebuild.ask) = (Stage::Beginning, true);
-            return;
-        }
-        rebuild.stage = Stage::Moving;
-        let (rebuild, from) = (rebuild.id, rebuild.start);
-        // The ping names no LSN above `from`: the receiver would merge its base beyond the start of
-        // the shadow.
-        self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
-        self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
-        let resumed = self.members[index].rebuild.as_ref();
-        if resumed.is_some_and(|r| r.lanes.cursor() == u64::MAX) {
-            // All of the view was fed, but the message that ends it was lost.
-            self.end_view(now, index, actions);
         }
     }
 
@@ -263,7 +236,7 @@ impl Primary {
         index: usize,
         id: u64,
         cursor: u64,
-        cut: Option<Lsn>,
+        cut: Lsn,
         actions: &mut Vec<PrimaryAction>,
     ) {
         let Some(mut rebuild) = self.members[index].rebuild.take_if(|r| r.id == id) else { return };
@@ -285,12 +258,11 @@ impl Primary {
     }
 
     /// Goes on where the receiver's shadow stands: complete up to the snapshot at `cut`, and in the
-    /// next view that it was fed up to `cursor`. Older replicas do not report the cut: then it is
-    /// known only as long as none was sent. Returns false if the shadow is none of this rebuild's.
-    fn resume(&self, rebuild: &mut Rebuild, cut: Option<Lsn>, cursor: u64) -> bool {
+    /// next view that it was fed up to `cursor`. Returns false if the shadow is none of this
+    /// rebuild's.
+    fn resume(&self, rebuild: &mut Rebuild, cut: Lsn, cursor: u64) -> bool {
         let believed = mutant::is("shadow-resumed-behind-a-cut");
-        let none_sent = (rebuild.from == rebuild.start || believed).then_some(rebuild.from);
-        let Some(cut) = cut.filter(|_| !believed).or(none_sent) else { return false };
+        let cut = if believed { rebuild.from } else { cut };
         if cut != rebuild.start && !rebuild.cuts.sent.contains(&cut) && !believed {
             return false;
         }
@@ -698,7 +670,7 @@ impl Primary {
             rebuild.round_bytes += bytes;
             peer.rounds.moved_bytes += bytes;
             rebuild.feeds += 1;
-            let feed = rebuild.feed(slots, cursor, peer.bulk.is_offered());
+            let feed = rebuild.feed(slots, cursor);
             if !mutant::is("feed-swallowed") || cursor.is_none() {
                 self.send_copying(now, index, true, feed, actions);
             }
@@ -716,7 +688,7 @@ impl Primary {
         let (_, snapshot) = *rebuild.views.front().expect("a view was being pulled");
         rebuild.lanes = Lanes::from(0, self.history.blocks);
         let (id, from, base_source) = (rebuild.id, rebuild.from, rebuild.base_source);
-        let (fed, apart) = (rebuild.fed.sum, peer.bulk.is_offered());
+        let fed = rebuild.fed.sum;
         let message = match snapshot {
             Some(snapshot) => {
                 rebuild.views.pop_front();
@@ -725,8 +697,7 @@ impl Primary {
                 rebuild.cuts.sent.push(snapshot.lsn);
                 rebuild.cuts.is_cursor_unknown = false;
                 let end = rebuild.cuts.end.take().filter(|end| end.position.lsn == snapshot.lsn);
-                let knows = peer.knows_points;
-                let head = knows.then(|| Box::new(self.cut_head(snapshot.id, end)));
+                let head = Box::new(self.cut_head(snapshot.id, end));
                 ToReplica::IncrementCut { rebuild: id, snapshot, head }
             }
             None => {
@@ -759,7 +730,7 @@ impl Primary {
                 });
                 rebuild.end = Some(to.clone());
                 rebuild.stage = Stage::Committing;
-                ToReplica::IncrementCommit { rebuild: id, to, fed: apart.then_some(fed) }
+                ToReplica::IncrementCommit { rebuild: id, to, fed }
             }
         };
         let answered = snapshot.is_none();

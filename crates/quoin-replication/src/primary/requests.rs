@@ -11,10 +11,11 @@ use bytes::Bytes;
 
 use super::slab::Slab;
 use super::snapshots::{Reverting, Wished};
-use quoin_types::BLOCK_SIZE;
 use quoin_types::block::{BlockError, Operation, Request, Token};
 use quoin_types::ids::Lsn;
+use quoin_types::message::Takes;
 use quoin_types::time::Time;
+use quoin_types::{BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
 
 pub(super) const BLOCK: u64 = BLOCK_SIZE as u64;
 
@@ -63,6 +64,67 @@ pub(super) fn extent(operation: &Operation) -> Option<(u64, u64)> {
         | Operation::Status { offset, length } => Some((*offset, *length)),
         Operation::Flush => None,
     }
+}
+
+/// Room that a request needs in the pools.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Need {
+    pub what: Takes,
+    /// Blocks of data, and two for each entry: its header, and what its checksums take there.
+    pub blocks: u64,
+}
+
+impl Need {
+    pub fn of(operation: &Operation) -> Self {
+        // A request that waited for IO to start is not checked yet.
+        let blocks = extent(operation).map_or(0, |(offset, length)| {
+            offset.saturating_add(length).div_ceil(BLOCK) - offset / BLOCK
+        });
+        let holes = 2 * blocks.div_ceil(u64::from(HOLE_BLOCKS_MAX)).max(1);
+        match operation {
+            Operation::Write { .. } => Need { what: Takes::Writes, blocks: Need::data(blocks) },
+            // Partly zeroed blocks become blocks with data.
+            Operation::WriteZeroes { offset, length, .. }
+                if offset % BLOCK != 0 || length % BLOCK != 0 =>
+            {
+                Need { what: Takes::Writes, blocks: 2 * Need::data(1) + holes }
+            }
+            Operation::Trim { .. } | Operation::WriteZeroes { .. } => {
+                Need { what: Takes::Holes, blocks: holes }
+            }
+            _ => Need { what: Takes::Nothing, blocks: 0 },
+        }
+    }
+
+    fn data(blocks: u64) -> u64 {
+        blocks + 2 * blocks.div_ceil(u64::from(WRITE_BLOCKS_MAX))
+    }
+
+    /// Blocks of data for which there is so much room.
+    fn data_within(blocks: u64) -> u64 {
+        let whole = u64::from(WRITE_BLOCKS_MAX);
+        blocks.saturating_sub(2) * whole / (whole + 2)
+    }
+}
+
+/// Cuts a write behind as many blocks as there is room for. `Err`: all of it fits.
+pub(super) fn cut(request: Request, room_blocks: u64) -> Result<(Request, Request), Request> {
+    let Request { token, operation, origin } = request;
+    let (offset, data, fua) = match operation {
+        Operation::Write { offset, data, fua } => (offset, data, fua),
+        operation => return Err(Request { token, operation, origin }),
+    };
+    let end = (offset / BLOCK + Need::data_within(room_blocks)) * BLOCK;
+    let length = end.saturating_sub(offset);
+    let part = |offset, data| {
+        let operation = Operation::Write { offset, data, fua };
+        Request { token, operation, origin }
+    };
+    if length == 0 || length >= data.len() as u64 {
+        return Err(part(offset, data));
+    }
+    let rest = part(end, data.slice(length as usize..));
+    Ok((part(offset, data.slice(..length as usize)), rest))
 }
 
 /// A write or flush that has its LSN.
@@ -122,7 +184,42 @@ pub(super) struct Requests {
     pub reverts: Vec<Reverting>,
     /// Start of the present shortage of room.
     pub short_since: Option<Time>,
+    /// Set while trims and zeroes wait for room too.
+    pub holes_wait: bool,
+    /// Room for what may be sequenced before the next look at it.
+    pub budget: Budget,
+    /// What is left of writes of which a part was admitted, one of a token.
+    rests: Vec<Request>,
 }
+
+/// Room in blocks: of data, and one for each entry.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(super) struct Budget {
+    pub writes: Allowance,
+    pub holes: Allowance,
+}
+
+/// Room for one kind of requests.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(super) struct Allowance {
+    pub left_blocks: u64,
+    /// All that may be under way.
+    pub share_blocks: u64,
+}
+
+impl Allowance {
+    /// Returns true if a request that needs so much can be sequenced now, or a good part of it.
+    pub fn admits(self, blocks: u64) -> bool {
+        blocks <= self.left_blocks || self.is_half_free() && self.left_blocks >= PART_BLOCKS_MIN
+    }
+
+    fn is_half_free(self) -> bool {
+        self.left_blocks >= self.share_blocks.div_ceil(2)
+    }
+}
+
+/// The least that a part of a request is admitted for.
+const PART_BLOCKS_MIN: u64 = 8;
 
 impl Requests {
     /// Queues a request. Merges and answers have methods of their own.
@@ -243,8 +340,16 @@ impl Requests {
         std::mem::take(&mut self.window)
     }
 
-    pub fn take_room(&mut self) -> VecDeque<Request> {
+    fn take_room(&mut self) -> VecDeque<Request> {
         std::mem::take(&mut self.room)
+    }
+
+    /// Takes the writes that wait for room; trims and zeroes wait on.
+    pub fn take_writes_for_room(&mut self) -> VecDeque<Request> {
+        let is_write = |r: &Request| Need::of(&r.operation).what == Takes::Writes;
+        let (writes, holes) = self.take_room().into_iter().partition(is_write);
+        self.room = holes;
+        writes
     }
 
     pub fn take_overlap(&mut self) -> VecDeque<Request> {
@@ -253,6 +358,54 @@ impl Requests {
 
     pub fn take_refused(&mut self) -> Vec<(Token, BlockError)> {
         std::mem::take(&mut self.refused)
+    }
+
+    /// Takes the room of a request that is to be sequenced.
+    pub fn spend(&mut self, blocks: u64) {
+        let Budget { writes, holes } = &mut self.budget;
+        for allowance in [writes, holes] {
+            allowance.left_blocks = allowance.left_blocks.saturating_sub(blocks);
+        }
+    }
+
+    /// Room that requests have which were admitted and have no LSN yet.
+    pub fn admitted_blocks(&self) -> u64 {
+        if !self.merging() {
+            return 0;
+        }
+        let merges = self.merges.iter().map(|(_, merge)| &merge.request);
+        merges.chain(&self.overlap).map(|request| Need::of(&request.operation).blocks).sum()
+    }
+
+    /// What is needed by the next request that waits for the window.
+    pub fn next_need(&self) -> Option<Need> {
+        self.window.front().map(|request| Need::of(&request.operation))
+    }
+
+    /// Keeps the rest of a write until its first part has its LSN.
+    pub fn keep_rest(&mut self, rest: Request) {
+        self.rests.push(rest);
+    }
+
+    /// Returns true if a part of a write was admitted, and its rest comes behind it.
+    pub fn has_rest(&self, token: Token) -> bool {
+        self.rests.iter().any(|rest| rest.token == token)
+    }
+
+    /// The rest of a write of which a part was admitted.
+    pub fn take_rest(&mut self, token: Token) -> Option<Request> {
+        let at = self.rests.iter().position(|rest| rest.token == token)?;
+        Some(self.rests.swap_remove(at))
+    }
+
+    /// Queues the rest of a write before anything newer.
+    pub fn rest_to_window(&mut self, rest: Request) {
+        self.window.push_front(rest);
+    }
+
+    /// Returns true if a request that waits for room leaves no data behind.
+    pub fn holes_wait_for_room(&self) -> bool {
+        self.room.iter().any(|request| Need::of(&request.operation).what == Takes::Holes)
     }
 
     /// Moves the requests that waited for room before those that wait for the window.
@@ -293,9 +446,15 @@ impl Requests {
             abandoned.tokens.extend(queue.iter().filter(|r| is_gone(r)).map(|r| r.token));
             queue.retain(|request| !is_gone(request));
         }
+        let rests = self.rests.iter().filter(|rest| is_gone(rest)).map(|rest| rest.token);
+        abandoned.tokens.extend(rests);
+        self.rests.retain(|rest| !is_gone(rest));
         let refused = self.refused.iter().map(|(token, _)| *token);
         abandoned.tokens.extend(refused.filter(|token| tokens.contains(token)));
         self.refused.retain(|(token, _)| !tokens.contains(token));
+        // A write of which a part is elsewhere is answered once.
+        let mut seen = BTreeSet::new();
+        abandoned.tokens.retain(|token| seen.insert(*token));
         abandoned
     }
 
@@ -449,5 +608,56 @@ mod tests {
         let failed = requests.edge_read(bad, false, Err(BlockError::Damaged));
         assert!(matches!(failed, Some(Merging::Failed(2, BlockError::Damaged))));
         assert!(requests.edge_read(bad, true, block()).is_none(), "it is over");
+    }
+
+    #[test]
+    fn what_leaves_data_behind_needs_room_for_it_and_holes_for_their_entries_alone() {
+        let zeroes =
+            |offset, length| Operation::WriteZeroes { offset, length, fua: false, no_hole: false };
+        let write = |offset, blocks| {
+            let data = Bytes::from(vec![1; blocks * BLOCK_SIZE]);
+            Operation::Write { offset, data, fua: false }
+        };
+        let need = |what, blocks| Need { what, blocks };
+        for (operation, expected) in [
+            (write(0, 1), need(Takes::Writes, 3)),
+            (write(0, 256), need(Takes::Writes, 258)),
+            (write(512, 256), need(Takes::Writes, 257 + 4)),
+            (zeroes(BLOCK - 512, BLOCK + 512), need(Takes::Writes, 8)),
+            (zeroes(BLOCK, 3 * BLOCK), need(Takes::Holes, 2)),
+            (Operation::Trim { offset: 512, length: 4 << 30, fua: false }, need(Takes::Holes, 10)),
+            (Operation::Flush, need(Takes::Nothing, 0)),
+            (Operation::Read { offset: 0, length: 512 }, need(Takes::Nothing, 0)),
+            (zeroes(u64::MAX - 511, 512), need(Takes::Writes, 8)),
+        ] {
+            assert_eq!(Need::of(&operation), expected, "{operation:?}");
+        }
+    }
+
+    #[test]
+    fn a_write_is_cut_where_its_first_part_fits_and_no_byte_is_lost() {
+        for (offset, length, room) in
+            [(0, 100 * BLOCK, 24), (512, 100 * BLOCK, 24), (3 * BLOCK + 100, 600 * BLOCK, 300)]
+        {
+            let bytes: Vec<u8> = (0..length).map(|n| (n % 251) as u8).collect();
+            let data = Bytes::from(bytes.clone());
+            let operation = Operation::Write { offset, data, fua: true };
+            let (part, rest) = cut(Request { token: 7, operation, origin: None }, room).unwrap();
+            assert!(Need::of(&part.operation).blocks <= room);
+            let (Operation::Write { offset: at, data: first, fua: true }, 7) =
+                (part.operation, part.token)
+            else {
+                panic!("it is a write of the same client")
+            };
+            let (Operation::Write { offset: next, data: second, fua: true }, 7) =
+                (rest.operation, rest.token)
+            else {
+                panic!("it is a write of the same client")
+            };
+            assert_eq!((at, next), (offset, offset + first.len() as u64));
+            assert_eq!([&first[..], &second[..]].concat(), bytes);
+            assert_eq!(next % BLOCK, 0, "no block is read for the cut");
+        }
+        assert_eq!(cut(write(1, 0), 24).err().map(|whole| whole.token), Some(1));
     }
 }

@@ -1,31 +1,103 @@
-//! Pools that run full: writes that are accepted, that wait, or that are refused.
+//! Pools that run full: what is sequenced fits, and what waits for room has no LSN.
 //!
-//! An entry that has its LSN is owed to every replica, so room is checked *before* a write is
-//! sequenced. Pools report early that they are short. While fewer than CF counted members have
-//! room, writes that need any are held back (`onFull: wait`) or, after the cleaner had time to work
-//! ([`GRACE`]), refused (`enospc`). Reads, trims, flushes and zeroes continue. Entries that were
-//! sequenced but find no room in a pool wait in the target and are sent again: nothing is
-//! reordered, nothing acknowledged is lost, and no session ends for it. A member whose pool alone
-//! is full falls out of sync like any that lags; below CF no member is dropped.
+//! An entry that has its LSN is owed to every replica, and all that follows waits behind it. So a
+//! write of a client is sequenced only where CF counted members of every rule have room for it
+//! ([`RoomGrant`]): each pool tells the share that a replica may have under way, keeps that much for
+//! each of its replicas, and tells that it grants no more before anything of it is used. What waits
+//! has no LSN (`onFull: wait`), or is refused once the cleaner had time to work ([`GRACE`],
+//! `enospc`), and everything else goes past it: reads, flushes, trims, zeroes, snapshots and their
+//! deletion, Views. A member that has no grant, as its pool alone is full, is owed entries that may
+//! find no room: they wait in the target and are sent again, no session ends for this, and it
+//! falls out of sync like any that lags.
 
 use std::time::Duration;
 
-use super::requests::Waiting;
+use super::peer::Peer;
+use super::quorum;
+use super::requests::{Allowance, Budget, Need, Waiting, cut};
 use super::{Link, Primary, PrimaryAction, WaitReason};
 use crate::primary::OnFull;
 use quoin_types::BLOCK_SIZE;
-use quoin_types::block::{BlockError, Operation, Request};
+use quoin_types::block::{BlockError, Request};
 use quoin_types::ids::Lsn;
+use quoin_types::message::{RoomGrant, Takes};
+use quoin_types::mutant;
 use quoin_types::time::Time;
 
 /// Time before writes are refused: the cleaner cannot free what is not on media yet.
 const GRACE: Duration = Duration::from_secs(3);
 /// Pause before entries that found no room are sent again.
 const OFFER_AGAIN: Duration = Duration::from_millis(500);
+/// Share of trims and zeroes where writes have none: these come out of the pool's reserve.
+const HOLES_SHARE_BLOCKS: u64 = 32;
 
 impl Primary {
-    pub(super) fn on_room(&mut self, index: usize, short: bool) {
-        self.members[index].room.report(short);
+    pub(super) fn on_room(&mut self, index: usize, granted: RoomGrant) {
+        self.members[index].room.report(granted);
+        self.look_at_room();
+    }
+
+    /// Looks what may be sequenced until the next look: what CF counted members of every rule have
+    /// left of their shares.
+    fn look_at_room(&mut self) {
+        let admitted = self.requests.admitted_blocks();
+        let writes = self.allowance(Takes::Writes);
+        // Where writes are taken, so are trims and zeroes.
+        let holes = if writes.share_blocks > 0 { writes } else { self.allowance(Takes::Holes) };
+        self.requests.budget = Budget { writes, holes };
+        self.requests.spend(admitted);
+    }
+
+    fn allowance(&self, what: Takes) -> Allowance {
+        let share = |p: &Peer| {
+            let share = u64::from(p.room.share_of(what)?);
+            let is_of_reserve = what == Takes::Holes && p.room.share_of(Takes::Writes).is_none();
+            Some(if is_of_reserve { share.min(HOLES_SHARE_BLOCKS) } else { share })
+        };
+        let left = |p: &Peer| {
+            if mutant::is("sequenced-beyond-the-share") {
+                return share(p);
+            }
+            // LSNs have no gaps: as many entries, each with a header at most a block long.
+            let entries =
+                self.history.last.lsn.0 - p.progress.applied.0.min(self.history.last.lsn.0);
+            let weight = self.history.weight_after(p.progress.applied) as u64;
+            let used = entries + weight.div_ceil(BLOCK_SIZE as u64);
+            Some(share(p)?.saturating_sub(used))
+        };
+        let peers = &self.members.peers;
+        Allowance {
+            left_blocks: quorum::reached(&self.commit.views, peers, left).unwrap_or(0),
+            share_blocks: quorum::reached(&self.commit.views, peers, share).unwrap_or(0),
+        }
+    }
+
+    /// Returns true if a request that needs so much is not held back for room. It may have to wait
+    /// for its place in the room there is.
+    pub(super) fn has_room_for(&self, need: Need) -> bool {
+        match need.what {
+            Takes::Nothing => true,
+            Takes::Holes => self.requests.budget.holes.admits(need.blocks),
+            Takes::Writes => self.requests.budget.writes.admits(need.blocks),
+        }
+    }
+
+    /// Sequences a request, or as much of it as there is room for; the rest comes next.
+    pub(super) fn execute_within(&mut self, now: Time, request: Request, need: Need) {
+        let mut request = request;
+        if need.what == Takes::Writes && need.blocks > self.requests.budget.writes.left_blocks {
+            request = match cut(request, self.requests.budget.writes.left_blocks) {
+                Ok((part, rest)) => {
+                    self.requests.keep_rest(rest);
+                    part
+                }
+                Err(whole) => whole,
+            };
+            self.requests.spend(Need::of(&request.operation).blocks);
+        } else {
+            self.requests.spend(need.blocks);
+        }
+        self.execute(now, request);
     }
 
     /// Handles a replica that did not accept the entries after `applied`.
@@ -52,36 +124,37 @@ impl Primary {
         self.read_from_others(index);
     }
 
-    /// Returns true if the request stores bytes that no trim could replace.
-    fn needs_room(operation: &Operation) -> bool {
-        match operation {
-            Operation::Write { .. } => true,
-            // Partly zeroed blocks become blocks with data.
-            Operation::WriteZeroes { offset, length, .. } => {
-                let block = BLOCK_SIZE as u64;
-                offset % block != 0 || length % block != 0
-            }
-            _ => false,
-        }
-    }
-
     /// Queues a request that has to wait for room, or answers it. `Some`: it can proceed.
     pub(super) fn admit_by_room(
         &mut self,
         now: Time,
         request: Request,
+        need: Need,
         actions: &mut Vec<PrimaryAction>,
     ) -> Option<Request> {
-        let waits = self.requests.short_since.is_some() || self.requests.any(Waiting::Room);
-        if !waits || !Self::needs_room(&request.operation) {
+        if !self.waits_for_room(need) {
             return Some(request);
         }
-        if self.refuses_for_room(now) {
+        if need.what == Takes::Writes && self.refuses_for_room(now) {
             self.refuse(request.token, BlockError::NoSpace, actions);
         } else {
             self.requests.wait_for_room(request);
         }
         None
+    }
+
+    /// Returns true if the pools take no request of this kind.
+    pub(super) fn waits_for_room(&self, need: Need) -> bool {
+        match need.what {
+            Takes::Nothing => false,
+            Takes::Holes => {
+                self.requests.holes_wait
+                    || mutant::is("holes-behind-writes") && self.requests.any(Waiting::Room)
+            }
+            Takes::Writes => {
+                self.requests.short_since.is_some() || self.requests.any(Waiting::Room)
+            }
+        }
     }
 
     fn refuses_for_room(&self, now: Time) -> bool {
@@ -91,7 +164,9 @@ impl Primary {
 
     /// Called once for each batch: checks for room, and decides on requests that wait for it.
     pub(super) fn mind_room(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
-        if !self.commit.short_of_room(&self.members.peers) {
+        self.look_at_room();
+        if !self.commit.is_short_of(Takes::Writes, &self.members.peers) {
+            self.requests.holes_wait = false;
             if self.requests.short_since.take().is_some() {
                 // Members that the shortage delayed are not late: the first with room must not oust
                 // the rest.
@@ -107,12 +182,17 @@ impl Primary {
             return;
         }
         self.requests.short_since.get_or_insert(now);
+        self.requests.holes_wait = self.commit.is_short_of(Takes::Holes, &self.members.peers);
+        if !self.requests.holes_wait && self.requests.holes_wait_for_room() {
+            // They pass those that wait on.
+            self.requests.room_to_window();
+        }
         if self.commit.stable < self.history.last.lsn {
             // Entries on media can be merged into the map, and merged entries can be cleaned.
             self.commit.want_sync(self.history.last.lsn);
         }
         if self.refuses_for_room(now) {
-            for request in self.requests.take_room() {
+            for request in self.requests.take_writes_for_room() {
                 self.refuse(request.token, BlockError::NoSpace, actions);
             }
         }
@@ -131,32 +211,5 @@ impl Primary {
             .filter(|_| self.requests.any(Waiting::Room))
             .map(|since| since + GRACE);
         offers.chain(refusal).min()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use bytes::Bytes;
-
-    #[test]
-    fn what_leaves_data_behind_needs_room_and_holes_need_none() {
-        let block = BLOCK_SIZE as u64;
-        let zeroes =
-            |offset, length| Operation::WriteZeroes { offset, length, fua: false, no_hole: false };
-        let data = Bytes::from_static(&[1; BLOCK_SIZE]);
-        let needs = [
-            Operation::Write { offset: 0, data, fua: false },
-            zeroes(block - 512, block + 512),
-            zeroes(block, block + 512),
-        ];
-        assert!(needs.iter().all(Primary::needs_room));
-        let none = [
-            zeroes(block, 3 * block),
-            Operation::Trim { offset: 512, length: block, fua: false },
-            Operation::Flush,
-            Operation::Read { offset: 0, length: 512 },
-        ];
-        assert!(!none.iter().any(Primary::needs_room));
     }
 }

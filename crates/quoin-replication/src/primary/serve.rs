@@ -11,7 +11,7 @@ use quoin_types::block::{BlockError, Payload};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::Lsn;
 use quoin_types::membership::Member;
-use quoin_types::message::{Ping, ToReplica};
+use quoin_types::message::{Ping, Takes, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
@@ -147,10 +147,7 @@ impl Primary {
                 let hung = peer.progress.behind_since.filter(|_| self.phase == Phase::Recovering);
                 [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
-            Link::Rebuilding => {
-                let apart = peer.bulk.is_offered();
-                peer.rebuild.as_ref().and_then(|rebuild| rebuild.dead_at(apart))
-            }
+            Link::Rebuilding => peer.rebuild.as_ref().and_then(super::rebuild::Rebuild::dead_at),
             Link::Down | Link::Answered => None,
         }
     }
@@ -438,7 +435,7 @@ impl Primary {
         } else if peer.progress.behind_since.is_some_and(|t| now >= t + drop_after)
             && peer.progress.applied < self.history.last.lsn
         {
-            Some(if peer.room.short || peer.room.stuck {
+            Some(if peer.room.share_of(Takes::Writes).is_none() {
                 "its pool is full"
             } else {
                 "it made no progress for too long"

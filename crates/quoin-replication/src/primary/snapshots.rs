@@ -9,14 +9,10 @@
 //! A Revert that was done must not be done again after clients have written: each is recorded in
 //! the history itself, by a hidden snapshot of the attempt's own id behind it. Where that exists,
 //! the Revert before it is part of the history, whatever target asks.
-//!
-//! Replicas of versions that take a Revert for a change of older versions, or that report no heads,
-//! get neither: both are refused while one of them is in sync.
 
-use super::{Link, Phase, Primary, PrimaryAction, PrimaryNote};
+use super::{Phase, Primary, PrimaryAction, PrimaryNote};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Lsn, SnapshotId};
-use quoin_types::membership::Member;
 use quoin_types::message::{SNAPSHOTS_MAX, SnapshotHead};
 use quoin_types::mutant;
 
@@ -38,7 +34,7 @@ pub enum SnapshotWish {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SnapshotOutcome {
     /// The snapshot is on media of CF, as of this LSN. `head`: epoch and chain of the history
-    /// there; unknown for one that was made under an older version.
+    /// there, where the authority's log or map still had it.
     Made {
         lsn: Lsn,
         head: Option<SnapshotHead>,
@@ -48,8 +44,6 @@ pub enum SnapshotOutcome {
     Gone,
     /// The volume has [`USER_SNAPSHOTS_MAX`] snapshots.
     TooMany,
-    /// The pool of an in-sync replica runs a version without snapshots of users.
-    Unsupported,
 }
 
 /// Outcome of a Revert.
@@ -61,8 +55,6 @@ pub enum RevertOutcome {
     NoSnapshot,
     /// The volume has too many snapshots to record the Revert.
     TooMany,
-    /// The pool of an in-sync replica runs a version that reverts otherwise.
-    Unsupported,
 }
 
 /// A wish that was accepted and is not on media yet.
@@ -97,16 +89,14 @@ impl Primary {
             (SnapshotWish::Make | SnapshotWish::Confirm, Some(snapshot)) => {
                 (snapshot.lsn, self.made(id, snapshot.lsn))
             }
-            (SnapshotWish::Make, None) => match self.in_sync_know_points() {
-                None => return,
-                Some(false) => (last, SnapshotOutcome::Unsupported),
-                Some(true) if users >= USER_SNAPSHOTS_MAX => (Lsn::ZERO, SnapshotOutcome::TooMany),
-                Some(true) => {
-                    let kind = EntryKind::Snapshot { id, hidden: false };
-                    let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
-                    (lsn, self.made(id, lsn))
-                }
-            },
+            (SnapshotWish::Make, None) if users >= USER_SNAPSHOTS_MAX => {
+                (Lsn::ZERO, SnapshotOutcome::TooMany)
+            }
+            (SnapshotWish::Make, None) => {
+                let kind = EntryKind::Snapshot { id, hidden: false };
+                let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
+                (lsn, self.made(id, lsn))
+            }
             (SnapshotWish::Delete, Some(_)) => {
                 let kind = EntryKind::DeleteSnapshot { id };
                 (self.history.append_bare(self.opening.epoch, kind).lsn, SnapshotOutcome::Deleted)
@@ -120,24 +110,6 @@ impl Primary {
 
     fn made(&self, id: SnapshotId, lsn: Lsn) -> SnapshotOutcome {
         SnapshotOutcome::Made { lsn, head: self.history.head_of(id) }
-    }
-
-    /// Returns true if the pools of all in-sync members know snapshots of users and Reverts, false
-    /// if one does not; `None` if one has never been connected.
-    pub(super) fn in_sync_know_points(&self) -> Option<bool> {
-        if mutant::is("points-for-an-old-member") {
-            return Some(true);
-        }
-        let newest = self.commit.views.newest()?;
-        // Others that are fed get the entry too.
-        let lacks = |p: &super::Peer| {
-            matches!(p.link, Link::Truncating | Link::Fed | Link::Rebuilding) && !p.knows_points
-        };
-        if self.members.peers.iter().any(lacks) {
-            return Some(false);
-        }
-        let knows = |m: &Member| self.members.get(*m).is_some_and(|p| p.knows_points);
-        newest.in_sync.iter().all(knows).then_some(true)
     }
 
     /// Accepts a Revert, once nothing of a client is under way and everything before is stable: so
@@ -164,26 +136,19 @@ impl Primary {
         let (lsn, outcome) = match done.filter(|_| !mutant::is("revert-done-again")) {
             Some(lsn) => (lsn, self.reverted(attempt, lsn)),
             None if !is_there => (last, RevertOutcome::NoSnapshot),
-            None => match self.in_sync_know_points() {
-                None => return,
-                Some(false) => (last, RevertOutcome::Unsupported),
-                Some(true) if self.history.snapshots.len() >= REVERTS_BELOW => {
-                    (last, RevertOutcome::TooMany)
+            None if self.history.snapshots.len() >= REVERTS_BELOW => (last, RevertOutcome::TooMany),
+            None => {
+                if !self.requests.is_idle() || !self.reads.is_empty() {
+                    return;
                 }
-                Some(true) => {
-                    if !self.requests.is_idle() || !self.reads.is_empty() {
-                        return;
-                    }
-                    if self.commit.stable < last {
-                        return self.commit.want_sync(last);
-                    }
-                    self.history
-                        .append_bare(self.opening.epoch, EntryKind::Revert { id: snapshot });
-                    let kind = EntryKind::Snapshot { id: attempt, hidden: true };
-                    let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
-                    (lsn, self.reverted(attempt, lsn))
+                if self.commit.stable < last {
+                    return self.commit.want_sync(last);
                 }
-            },
+                self.history.append_bare(self.opening.epoch, EntryKind::Revert { id: snapshot });
+                let kind = EntryKind::Snapshot { id: attempt, hidden: true };
+                let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
+                (lsn, self.reverted(attempt, lsn))
+            }
         };
         self.commit.want_sync(lsn);
         self.requests.reverts.push(Reverting { attempt, lsn, outcome });

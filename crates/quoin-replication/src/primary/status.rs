@@ -45,7 +45,8 @@ pub struct PrimaryStatus {
     pub granted: Membership,
     /// The membership in force, without the retired.
     pub membership: Membership,
-    /// Version of the options in force.
+    /// Version of the options in force: no target answers by older ones any more. 0: not known, as it
+    /// does not serve.
     pub options_version: u64,
     /// The newest desired membership that it received.
     pub desired: Desired,

@@ -6,20 +6,16 @@ use std::collections::BTreeSet;
 use bytes::{Bytes, BytesMut};
 
 use super::read::Purpose;
-use super::requests::{BLOCK, Merge, Merging, Range, Sequenced, Waiting, extent};
+use super::requests::{BLOCK, Merge, Merging, Need, Range, Sequenced, Waiting, extent};
 use super::{Phase, Primary, PrimaryAction};
 use quoin_types::block::{BlockError, Operation, Request, Token};
 use quoin_types::client::{Origin, Part};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::Lsn;
+use quoin_types::message::Takes;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
-
-/// Longest requests of a client that numbers them, whose parts are numbered too; an NBD client
-/// cannot send longer ones.
-const NUMBERED_WRITE_MAX: u64 = 128 << 20;
-const NUMBERED_HOLE_MAX: u64 = 4 << 30;
 
 impl Primary {
     pub(super) fn submit(&mut self, now: Time, request: Request, actions: &mut Vec<PrimaryAction>) {
@@ -33,15 +29,20 @@ impl Primary {
             self.opening.past.waits(self.opening.epoch);
             return self.requests.wait_for_window(request);
         }
-        if let Err(error) = self.check(&request) {
+        if let Err(error) = self.check(&request.operation) {
             return self.refuse(token, error, actions);
         }
-        let Some(request) = self.admit_by_room(now, request, actions) else { return };
-        let waits = || self.requests.any(Waiting::Window) || self.window_full();
-        if Self::is_write(&request.operation) && waits() {
+        let need = Need::of(&request.operation);
+        // What took effect needs no room.
+        if need.what == Takes::Nothing || self.judge_repeat(&request).is_err() {
+            return self.execute(now, request);
+        }
+        let Some(request) = self.admit_by_room(now, request, need, actions) else { return };
+        let waits = self.requests.any(Waiting::Window) || self.window_full();
+        if waits || !self.has_room_for(need) {
             return self.requests.wait_for_window(request);
         }
-        self.execute(now, request);
+        self.execute_within(now, request, need);
     }
 
     pub(super) fn is_write(operation: &Operation) -> bool {
@@ -102,12 +103,14 @@ impl Primary {
         while self.phase == Phase::Serving
             && self.requests.any(Waiting::Window)
             && !self.window_full()
+            && let Some(need) = self.requests.next_need()
+            && (self.waits_for_room(need) || self.has_room_for(need))
             && let Some(request) = self.requests.next_in_window()
         {
-            match self.check(&request) {
+            match self.check(&request.operation) {
                 Ok(()) => {
-                    if let Some(request) = self.admit_by_room(now, request, actions) {
-                        self.execute(now, request);
+                    if let Some(request) = self.admit_by_room(now, request, need, actions) {
+                        self.execute_within(now, request, need);
                     }
                 }
                 Err(error) => self.refuse(request.token, error, actions),
@@ -115,19 +118,13 @@ impl Primary {
         }
     }
 
-    fn check(&self, request: &Request) -> Result<(), BlockError> {
-        let operation = &request.operation;
+    fn check(&self, operation: &Operation) -> Result<(), BlockError> {
         if self.config.read_only && Self::is_write(operation) {
             return Err(BlockError::ReadOnly);
         }
         let Some((offset, length)) = extent(operation) else { return Ok(()) };
         let size = self.volume_blocks() << BLOCK_SHIFT;
         if offset.checked_add(length).is_none_or(|end| end > size) {
-            return Err(BlockError::OutOfRange);
-        }
-        let is_data = matches!(operation, Operation::Write { .. });
-        let longest = if is_data { NUMBERED_WRITE_MAX } else { NUMBERED_HOLE_MAX };
-        if request.origin.is_some() && length > longest {
             return Err(BlockError::OutOfRange);
         }
         let unit = u64::from(self.config.logical_block_size);
@@ -149,13 +146,13 @@ impl Primary {
             || self.history.weight_after(self.commit.stable) > unstable
     }
 
-    fn execute(&mut self, now: Time, request: Request) {
+    pub(super) fn execute(&mut self, now: Time, request: Request) {
         let token = request.token;
         if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
             return self.answer_nothing(token);
         }
-        let done = match self.judge_repeat(&request) {
-            Ok(done) => done,
+        let from = match self.judge_repeat(&request) {
+            Ok(from) => from,
             Err(answered) => return self.answer_repeat(&request, answered),
         };
         if Self::is_write(&request.operation)
@@ -173,9 +170,9 @@ impl Primary {
                 if !aligned {
                     return self.merge(now, request);
                 }
-                let parts = write_parts(data.len());
-                let mut parts = Parts::new(request.origin, done, parts);
-                let lsn = self.append_write(offset / BLOCK, data, fua, &mut parts);
+                let first = offset / BLOCK;
+                let parts = self.parts(&request, from, first + data.len() as u64 / BLOCK);
+                let lsn = self.append_write(first, data, fua, &parts);
                 let bytes = data.len() as u64;
                 self.answer_at(Sequenced { lsn, token, arrived: now, bytes }, fua);
             }
@@ -185,8 +182,8 @@ impl Primary {
                 if first >= end {
                     return self.answer_nothing(token);
                 }
-                let mut parts = Parts::new(request.origin, done, hole_parts(first, end));
-                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua, &mut parts);
+                let parts = self.parts(&request, from, end);
+                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua, &parts);
                 self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
@@ -194,9 +191,8 @@ impl Primary {
                     return self.merge(now, request);
                 }
                 let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
-                let mut parts = Parts::new(request.origin, done, hole_parts(first, end));
-                let kind = EntryKind::Zero { no_hole };
-                let lsn = self.append_hole(&kind, first, end, fua, &mut parts);
+                let parts = self.parts(&request, from, end);
+                let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua, &parts);
                 self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
         }
@@ -218,6 +214,10 @@ impl Primary {
     }
 
     pub(super) fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
+        if let Some(rest) = self.requests.take_rest(waiting.token) {
+            // It is answered with its last part.
+            return self.requests.rest_to_window(rest);
+        }
         let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
         if fua || media {
             self.requests.wait_for_stable(waiting);
@@ -227,16 +227,17 @@ impl Primary {
     }
 
     /// Sequences whole blocks; the bytes are shared, never copied. Returns the last LSN.
-    fn append_write(&mut self, mut lba: u64, data: &Bytes, fua: bool, parts: &mut Parts) -> Lsn {
+    fn append_write(&mut self, first: u64, data: &Bytes, fua: bool, parts: &Parts) -> Lsn {
         let step = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
-        let mut lsn = self.history.last.lsn;
-        for at in (0..data.len()).step_by(step) {
-            let part = data.slice(at..(at + step).min(data.len()));
-            let blocks = (part.len() / BLOCK_SIZE) as u32;
-            if let Some(of) = parts.next() {
-                let (epoch, kind) = (self.opening.epoch, EntryKind::Write);
-                lsn = self.history.append_part(epoch, kind, lba, blocks, part, fua, of).lsn;
-            }
+        let (epoch, mut lsn) = (self.opening.epoch, self.history.last.lsn);
+        let done = parts.from.saturating_sub(first).min(data.len() as u64 / BLOCK);
+        let mut lba = first + done;
+        for at in ((done * BLOCK) as usize..data.len()).step_by(step) {
+            let bytes = data.slice(at..(at + step).min(data.len()));
+            let blocks = (bytes.len() / BLOCK_SIZE) as u32;
+            let part = parts.part(lba + u64::from(blocks));
+            let kind = EntryKind::Write;
+            lsn = self.history.append_part(epoch, kind, lba, blocks, bytes, fua, part).lsn;
             lba += u64::from(blocks);
         }
         lsn
@@ -248,16 +249,15 @@ impl Primary {
         first: u64,
         end: u64,
         fua: bool,
-        parts: &mut Parts,
+        parts: &Parts,
     ) -> Lsn {
-        let mut lsn = self.history.last.lsn;
-        let mut lba = first;
+        let (epoch, mut lsn) = (self.opening.epoch, self.history.last.lsn);
+        let mut lba = first.max(parts.from);
         while lba < end {
             let blocks = (end - lba).min(HOLE_BLOCKS_MAX.into()) as u32;
-            if let Some(of) = parts.next() {
-                let (epoch, kind, none) = (self.opening.epoch, kind.clone(), Bytes::new());
-                lsn = self.history.append_part(epoch, kind, lba, blocks, none, fua, of).lsn;
-            }
+            let part = parts.part(lba + u64::from(blocks));
+            let (kind, none) = (kind.clone(), Bytes::new());
+            lsn = self.history.append_part(epoch, kind, lba, blocks, none, fua, part).lsn;
             lba += u64::from(blocks);
         }
         lsn
@@ -294,6 +294,7 @@ impl Primary {
             None | Some(Merging::Incomplete) => return,
             Some(Merging::Failed(token, error)) => {
                 self.forget_merge_reads(slot);
+                self.requests.take_rest(token);
                 self.reply(token, Err(error), actions);
             }
             Some(Merging::Complete(merge)) => self.append_merged(merge),
@@ -304,19 +305,18 @@ impl Primary {
     fn append_merged(&mut self, merge: Merge) {
         let token = merge.request.token;
         let Range { first, end } = merge.range;
-        let done = match self.judge_repeat(&merge.request) {
-            Ok(done) => done,
+        let from = match self.judge_repeat(&merge.request) {
+            Ok(from) => from,
             Err(answered) => return self.answer_repeat(&merge.request, answered),
         };
-        let origin = merge.request.origin;
+        let parts = self.parts(&merge.request, from, end);
         let (lsn, fua) = match merge.request.operation {
             Operation::Write { offset, data, fua } => {
                 let mut whole = BytesMut::zeroed(((end - first) as usize) * BLOCK_SIZE);
                 fill_edges(&mut whole, merge.head, merge.tail);
                 let at = (offset - first * BLOCK) as usize;
                 whole[at..at + data.len()].copy_from_slice(&data);
-                let mut parts = Parts::new(origin, done, write_parts(whole.len()));
-                (self.append_write(first, &whole.freeze(), fua, &mut parts), fua)
+                (self.append_write(first, &whole.freeze(), fua, &parts), fua)
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
                 let mut first = first;
@@ -324,32 +324,32 @@ impl Primary {
                 let mut lsn = self.history.last.lsn;
                 let zero_end = offset + length;
                 let single = end - first == 1;
-                let edges = u64::from(merge.head.is_some()) + u64::from(merge.tail.is_some());
-                let holes = hole_parts(
-                    first + u64::from(merge.head.is_some()),
-                    end - u64::from(merge.tail.is_some()),
-                );
-                let mut parts = Parts::new(origin, done, edges + holes);
                 if let Some(head) = merge.head {
-                    let from = (offset % BLOCK) as usize;
-                    let to = if single { from + length as usize } else { BLOCK_SIZE };
-                    lsn = self.append_write(first, &zeroed(&head, from, to), fua, &mut parts);
+                    let at = (offset % BLOCK) as usize;
+                    let to = if single { at + length as usize } else { BLOCK_SIZE };
+                    lsn = self.append_write(first, &zeroed(&head, at, to), fua, &parts);
                     first += 1;
+                }
+                end -= u64::from(merge.tail.is_some());
+                if first < end {
+                    let kind = EntryKind::Zero { no_hole };
+                    lsn = self.append_hole(&kind, first, end, fua, &parts);
                 }
                 if let Some(tail) = merge.tail {
                     let to = (zero_end % BLOCK) as usize;
-                    end -= 1;
-                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua, &mut parts);
-                }
-                if first < end {
-                    let kind = EntryKind::Zero { no_hole };
-                    lsn = self.append_hole(&kind, first, end, fua, &mut parts);
+                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua, &parts);
                 }
                 (lsn, fua)
             }
             _ => return,
         };
         self.answer_at(Sequenced::unmeasured(lsn, token), fua);
+    }
+
+    /// `from`: as [`Primary::judge_repeat`] tells.
+    fn parts(&self, request: &Request, from: u64, end: u64) -> Parts {
+        let has_rest = self.requests.has_rest(request.token);
+        Parts { origin: request.origin, from, end, has_rest }
     }
 
     /// Submits requests that waited behind a merge, in their order.
@@ -360,36 +360,23 @@ impl Primary {
     }
 }
 
-/// The entries that one request becomes.
+/// The entries that one request becomes, or the part of it that was admitted.
 struct Parts {
     origin: Option<Origin>,
-    /// Number of those that took effect before.
-    done: u8,
-    next: u64,
-    total: u64,
+    /// Blocks of the request below this one took effect before.
+    from: u64,
+    /// The block behind its last entry.
+    end: u64,
+    /// The rest of the request comes behind it.
+    has_rest: bool,
 }
 
 impl Parts {
-    fn new(origin: Option<Origin>, done: u8, total: u64) -> Self {
-        Self { origin, done, next: 0, total }
+    /// What the entry is of a request that ends before this block.
+    fn part(&self, end: u64) -> Option<Part> {
+        let is_last = end == self.end && !self.has_rest;
+        self.origin.map(|origin| Part { origin, end, is_last })
     }
-
-    /// Moves on to the next entry, and returns what it is a part of. `None`: it took effect before.
-    fn next(&mut self) -> Option<Option<Part>> {
-        let at = self.next;
-        self.next += 1;
-        let Some(origin) = self.origin else { return Some(None) };
-        let index = u8::try_from(at).expect("a numbered request is a few entries");
-        (index >= self.done).then_some(Some(Part { origin, index, is_last: at + 1 == self.total }))
-    }
-}
-
-fn write_parts(bytes: usize) -> u64 {
-    bytes.div_ceil(WRITE_BLOCKS_MAX as usize * BLOCK_SIZE) as u64
-}
-
-fn hole_parts(first: u64, end: u64) -> u64 {
-    end.saturating_sub(first).div_ceil(HOLE_BLOCKS_MAX.into())
 }
 
 fn fill_edges(whole: &mut BytesMut, head: Option<Bytes>, tail: Option<Bytes>) {

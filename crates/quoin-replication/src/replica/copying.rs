@@ -1,8 +1,7 @@
 //! Requests of rebuilds within a session: slots that are copied from it, and increments that it
 //! receives.
 //!
-//! Both use the session's bulk connection, or its own connection with targets that know no other.
-//! Between the two connections there is no order, so each message states its precondition: a Begin
+//! Increments use the session's bulk connection, and so do the copies of rebuilds. Between the two connections there is no order, so each message states its precondition: a Begin
 //! which point is stable, a feed how far the shadow is complete, a commit how much was fed. A bulk
 //! connection has a number. Messages of a connection with a lower number than the newest are
 //! ignored: the target has given them up.
@@ -130,8 +129,7 @@ pub(super) struct Copying {
     fed: FedSum,
     commit: Option<Commit>,
     beginning: Option<Beginning>,
-    /// Messages that wait for the disk, or behind a Begin: only targets without bulk connections
-    /// send any before it is answered.
+    /// Messages that wait for the disk, and those behind them.
     queue: IncrementQueue,
 }
 
@@ -148,15 +146,14 @@ impl Copying {
     }
 
     /// Returns true if this message has to wait for others before it.
-    fn must_wait(&self, way: Way, message: &ToReplica) -> bool {
+    fn must_wait(&self, message: &ToReplica) -> bool {
         let is_ordered = matches!(
             message,
             ToReplica::IncrementFeed { .. }
                 | ToReplica::IncrementCut { .. }
                 | ToReplica::IncrementCommit { .. }
         );
-        let begins = self.beginning.as_ref().is_some_and(|beginning| beginning.way == Way::Own);
-        is_ordered && (begins && way == Way::Own || self.queue.holds())
+        is_ordered && self.queue.holds()
     }
 
     pub fn flipped(&mut self, rebuild: u64, position: Position) {
@@ -220,7 +217,11 @@ impl Session {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
-        if self.copying.must_wait(way, &message) {
+        let is_increment = message.is_copying() && !matches!(message, ToReplica::Pull { .. });
+        if way == Way::Own && is_increment {
+            return Err(Fault::Protocol("a part of an increment on the session's own connection"));
+        }
+        if self.copying.must_wait(&message) {
             return self.copying.queue.push(way, message);
         }
         match message {
@@ -274,16 +275,14 @@ impl Session {
                 self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
             }
             ToReplica::IncrementCut { rebuild, snapshot, head } => {
-                let head = head.filter(|_| !mutant::is("cut-without-its-head"));
-                store.increment_cut(rebuild, snapshot, &head.unwrap_or_default())?;
+                let head = if mutant::is("cut-without-its-head") { Box::default() } else { head };
+                store.increment_cut(rebuild, snapshot, &head)?;
             }
             ToReplica::IncrementCommit { rebuild, to, fed } => {
                 self.commit(rebuild, &to, fed, store, actions)?;
-                if let Way::Bulk(_) = way {
-                    // The message has arrived: the rebuild now waits for the flip.
-                    let cursor = u64::MAX;
-                    self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
-                }
+                // The message has arrived: the rebuild now waits for the flip.
+                let cursor = u64::MAX;
+                self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
             }
             _ => return Err(Fault::Protocol("no part of an increment")),
         }
@@ -350,9 +349,6 @@ impl Session {
         if !self.is_fed() {
             return Err(Fault::Protocol("increment before truncate"));
         }
-        if let Way::Own = way {
-            return self.begin_step(Beginning::new(way, rebuild, from), store, actions);
-        }
         match self.copying.commit {
             // The target lost the connection that carried the commit, and asks for its outcome.
             Some(commit) if commit.rebuild == rebuild => {
@@ -405,13 +401,11 @@ impl Session {
             return Ok(());
         }
         self.copying.beginning = None;
-        if let Way::Bulk(_) = way {
-            self.copying.fed = FedSum::default();
-            let cursor = store.shadow().map_or(0, |(.., cursor)| cursor);
-            let cut = store.shadow_cut().filter(|_| self.knows_points);
-            self.answer(way, FromReplica::IncrementBegun { rebuild, cursor, cut }, actions);
-        }
-        self.go_on_behind(store, actions)
+        self.copying.fed = FedSum::default();
+        let cursor = store.shadow().map_or(0, |(.., cursor)| cursor);
+        let cut = store.shadow_cut().unwrap_or(from);
+        self.answer(way, FromReplica::IncrementBegun { rebuild, cursor, cut }, actions);
+        Ok(())
     }
 
     fn feed(
@@ -419,19 +413,17 @@ impl Session {
         rebuild: u64,
         slots: &[Slot],
         cursor: u64,
-        after: Option<u64>,
+        after: u64,
         store: &mut dyn ReplicaStore,
     ) -> Result<(), Fault> {
         if !slots.iter().all(|slot| slot.is_good(LSN_MAX)) {
             return Err(Fault::Protocol("a bad slot in an increment"));
         }
-        if let Some(after) = after {
-            let at = store.shadow().map(|(of, _, cursor)| (of, cursor));
-            if at != Some((rebuild, after)) && !mutant::is("feeds-not-held-together") {
-                return Err(Fault::Protocol("IncrementAtomic"));
-            }
-            self.copying.fed.add(slots);
+        let at = store.shadow().map(|(of, _, cursor)| (of, cursor));
+        if at != Some((rebuild, after)) && !mutant::is("feeds-not-held-together") {
+            return Err(Fault::Protocol("IncrementAtomic"));
         }
+        self.copying.fed.add(slots);
         Ok(store.increment_feed(rebuild, slots, cursor)?)
     }
 
@@ -439,18 +431,16 @@ impl Session {
         &mut self,
         rebuild: u64,
         to: &IncrementEnd,
-        fed: Option<FedSum>,
+        fed: FedSum,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
         to.check(self.key.epoch).map_err(Fault::Protocol)?;
-        if let Some(fed) = fed {
-            let whole = store.shadow().is_some_and(|(of, _, at)| (of, at) == (rebuild, u64::MAX));
-            if (!whole || fed != self.copying.fed) && !mutant::is("feeds-not-held-together") {
-                return Err(Fault::Protocol("IncrementAtomic"));
-            }
-            self.copying.commit = Some(Commit { rebuild, flipped: None });
+        let whole = store.shadow().is_some_and(|(of, _, at)| (of, at) == (rebuild, u64::MAX));
+        if (!whole || fed != self.copying.fed) && !mutant::is("feeds-not-held-together") {
+            return Err(Fault::Protocol("IncrementAtomic"));
         }
+        self.copying.commit = Some(Commit { rebuild, flipped: None });
         if mutant::is("flip-told-before-it-is-made") {
             let position = to.position;
             self.send(FromReplica::IncrementDone { rebuild, position }, actions);

@@ -19,7 +19,7 @@ use copying::Way;
 pub use fence::FENCED_SESSION;
 use quoin_types::ids::SessionKey;
 use quoin_types::membership::RETIRED_MAX;
-use quoin_types::message::{BadCopy, Failure, FromReplica, OpenAck, ToReplica};
+use quoin_types::message::{BadCopy, Failure, FromReplica, OpenAck, RoomGrant, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{ClientTable, Durability, Epoch, Incarnation, Lsn, SnapshotId};
@@ -56,11 +56,8 @@ pub enum ReplicaEvent {
     /// The pool found a bad copy outside of any read: another member's is requested, if a target
     /// feeds this replica now.
     BadCopy(BadCopy),
-    /// The pool has become short of room, or has room again. Sent to the target again in each
-    /// session.
-    Room {
-        short: bool,
-    },
+    /// The pool grants other room than before. Told to the target, again in each session.
+    Room(RoomGrant),
     /// The control plane took back its grants up to this epoch: nothing opens under them any more.
     /// A session that is open has [`FENCED_SESSION`] to close, or no time at all.
     Fence {
@@ -163,8 +160,8 @@ pub struct Replica {
     timer: Option<Time>,
     /// Time at which a fenced session is ended.
     fenced_until: Option<Time>,
-    /// Set while the pool is short of room.
-    short: bool,
+    /// What the pool grants.
+    room: RoomGrant,
     refused_reads: RefusedReads,
 }
 
@@ -190,7 +187,7 @@ impl Replica {
             stopping: None,
             timer: None,
             fenced_until: None,
-            short: false,
+            room: RoomGrant::UNBOUNDED,
             refused_reads: RefusedReads::default(),
         }
     }
@@ -271,10 +268,10 @@ impl Replica {
                     session.ask_for(copy, actions);
                 }
             }
-            ReplicaEvent::Room { short } => {
-                self.short = short;
+            ReplicaEvent::Room(room) => {
+                self.room = room;
                 if let Some(session) = &self.session {
-                    session.tell_room(short, actions);
+                    session.tell_room(room, actions);
                 }
             }
             ReplicaEvent::Fence { epoch, at_once } => {
@@ -370,8 +367,7 @@ impl Replica {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) {
-        let ToReplica::Open { volume, replica, guid, membership, lease_ms, knows_points } = message
-        else {
+        let ToReplica::Open { volume, replica, guid, membership, lease_ms } = message else {
             return;
         };
         let refuse = |failure: Failure, promised: Epoch, actions: &mut Vec<ReplicaAction>| {
@@ -447,15 +443,7 @@ impl Replica {
         let ticket = store.request_sync();
         let expected = store.state().position.lsn;
         let synced_to = mutant::is("answer-before-the-promise-is-on-media").then_some(expected);
-        self.pending = Some(PendingOpen {
-            connection,
-            key,
-            lease_ms,
-            knows_points,
-            ticket,
-            synced_to,
-            expected,
-        });
+        self.pending = Some(PendingOpen { connection, key, lease_ms, ticket, synced_to, expected });
         self.answer_open(now, store, actions);
     }
 
@@ -506,10 +494,11 @@ impl Replica {
             quorum: meta.quorum,
             damaged: meta.damaged,
             volume_blocks: state.volume_blocks,
+            room: self.room,
             snapshots: store.snapshots(),
             shadow: store.shadow(),
-            shadow_cut: store.shadow_cut().filter(|_| pending.knows_points),
-            heads: if pending.knows_points { store.snapshot_heads() } else { Vec::new() },
+            shadow_cut: store.shadow_cut(),
+            heads: store.snapshot_heads(),
         };
         let session = Session::new(&pending, durable);
         session.renew(now, &mut self.lease);
@@ -518,9 +507,6 @@ impl Replica {
             session: pending.key,
             message: FromReplica::OpenAck(Box::new(ack)),
         });
-        if self.short {
-            session.tell_room(true, actions);
-        }
         actions.push(ReplicaAction::Note(ReplicaNote::Opened { session: pending.key }));
         self.session = Some(session);
         self.fenced_until = None;

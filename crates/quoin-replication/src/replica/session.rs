@@ -5,14 +5,14 @@ use std::collections::{BTreeMap, VecDeque};
 use super::copying::{CopyRequest, Copying, Way};
 use super::repair_request::RepairRequest;
 use super::store::{BootCookie, FetchTicket, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
-use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
+use super::{ConnectionId, Lease, Repaired, ReplicaAction, ReplicaNote, granted_lease};
 use crate::step::Step;
 use quoin_types::entry::{EntryKind, SharedEntry, View};
 use quoin_types::ids::SessionKey;
 use quoin_types::membership::Member;
 use quoin_types::message::{
-    BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, Slot, ToReplica,
-    VERIFY_BLOCKS_MAX,
+    BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, RoomGrant, Slot,
+    ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_types::mutant;
 use quoin_types::time::Time;
@@ -37,8 +37,6 @@ pub(super) struct PendingOpen {
     pub connection: ConnectionId,
     pub key: SessionKey,
     pub lease_ms: u32,
-    /// The target knows the fields that concern snapshots.
-    pub knows_points: bool,
     pub ticket: SyncTicket,
     /// LSN that the sync of the promise made durable, once it is done.
     pub synced_to: Option<Lsn>,
@@ -184,8 +182,6 @@ pub(super) struct Session {
     pub connection: ConnectionId,
     pub key: SessionKey,
     lease_ms: u32,
-    /// The target knows the fields that concern snapshots.
-    pub(super) knows_points: bool,
     /// Feeding has begun (the first Truncate was handled); its tip, see [`ToReplica::Truncate`].
     tip: Option<Lsn>,
     pub durable: Lsn,
@@ -213,7 +209,6 @@ impl Session {
             connection: open.connection,
             key: open.key,
             lease_ms: open.lease_ms,
-            knows_points: open.knows_points,
             tip: None,
             durable,
             applied: durable,
@@ -388,15 +383,23 @@ impl Session {
         self.closing
     }
 
+    /// Asks the target for a good copy. One that was found before this session's first Truncate
+    /// may be of an entry that was cut: it is not asked for, as nothing of it is left.
     pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
-        // An older target would take the block of a snapshot for a live one.
-        if self.is_fed() && (copy.snapshot.is_none() || self.knows_points) {
-            self.send(FromReplica::BadCopy(copy), actions);
+        if !self.is_fed() {
+            return;
         }
+        if copy.version > self.applied && !mutant::is("copies-of-cut-entries-asked-for") {
+            let BadCopy { lba, blocks, snapshot, .. } = copy;
+            let ended = Repaired { snapshot, lba, whole_map: blocks > 1, done: false };
+            actions.push(ReplicaAction::Note(ReplicaNote::Repaired(ended)));
+            return;
+        }
+        self.send(FromReplica::BadCopy(copy), actions);
     }
 
-    pub fn tell_room(&self, short: bool, actions: &mut Vec<ReplicaAction>) {
-        self.send(FromReplica::Room { short }, actions);
+    pub fn tell_room(&self, room: RoomGrant, actions: &mut Vec<ReplicaAction>) {
+        self.send(FromReplica::Room(room), actions);
     }
 
     fn saw(&mut self, ping: Ping) {

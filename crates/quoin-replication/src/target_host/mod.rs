@@ -6,5 +6,6 @@
 
 pub mod dial;
 pub mod memory;
+pub mod orders;
 pub mod round;
 pub mod throttle;

@@ -14,8 +14,8 @@ use std::time::Duration;
 pub use bounded::Bounded;
 use bytes::Bytes;
 use quoin_replication::primary::{
-    ChangesAnswer, Knows, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig,
-    PrimaryEvent, PrimaryNote, ReadMode,
+    ChangesAnswer, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent,
+    PrimaryNote, ReadMode,
 };
 use quoin_replication::replica::store::{
     CloneSource, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
@@ -25,7 +25,7 @@ use quoin_store::model::ModelPool;
 use quoin_store::{Cloned, ReplicaPool};
 use quoin_types::block::{Operation, Payload, Reply, Request};
 use quoin_types::membership::default_cf;
-use quoin_types::message::{BadCopy, Content, FromReplica, ReadView, ToReplica};
+use quoin_types::message::{BadCopy, Content, FromReplica, ReadView, RoomGrant, Takes, ToReplica};
 use quoin_types::*;
 
 pub const BLOCKS: u64 = 1024;
@@ -95,8 +95,6 @@ pub struct Cluster {
     /// Outcomes of changes of the record, the next one first; further changes succeed.
     pub swaps: VecDeque<SwapFate>,
     pub desired: Desired,
-    /// Features that the pools support.
-    pub knows: Knows,
     /// Open bulk connections, each with its host.
     bulks: Vec<(BulkKey, usize)>,
     /// Set while bulk connections cannot be made.
@@ -253,7 +251,6 @@ impl Cluster {
             cut_at_swap: None,
             swaps: VecDeque::new(),
             desired: Desired { drf: rf, ..Desired::default() },
-            knows: Knows::ALL,
             bulks: Vec::new(),
             bulk_cut: false,
             lose_bulk: |_| false,
@@ -417,8 +414,14 @@ impl Cluster {
 
     /// Lets pools report whether they are short of room.
     pub fn say_short(&mut self, hosts: std::ops::Range<usize>, short: bool) {
+        let takes = if short { Takes::Holes } else { Takes::Writes };
+        self.say_room(hosts, RoomGrant { takes, ..RoomGrant::UNBOUNDED });
+    }
+
+    /// Lets pools grant room.
+    pub fn say_room(&mut self, hosts: std::ops::Range<usize>, room: RoomGrant) {
         for host in hosts {
-            self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Room { short }));
+            self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Room(room)));
         }
     }
 
@@ -612,7 +615,7 @@ impl Cluster {
                     match host.filter(|h| !self.hosts[*h].cut && self.hosts[*h].replica.is_some()) {
                         Some(host) => {
                             self.sessions.push((session, host));
-                            self.event(PrimaryEvent::Connected { session, knows: self.knows });
+                            self.event(PrimaryEvent::Connected { session });
                         }
                         None => self.event(PrimaryEvent::Disconnected { session }),
                     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_replication::primary::{
-    Knows, OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote,
+    OnFull, OnQuorumLoss, Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote,
     ReadMode,
 };
 use quoin_replication::replica::LEASE_MS;
@@ -28,8 +28,6 @@ pub struct Hand {
     pub timer: Option<Time>,
     /// Epochs that replicas have answered with.
     pub answered: Vec<EpochEnd>,
-    /// Features that the pools support; bulk connections exist only with that feature.
-    pub knows: Knows,
     /// Open bulk connections, newest last.
     pub bulks: Vec<(BulkKey, Member)>,
     /// Set while bulk connections cannot be made.
@@ -87,6 +85,7 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
         quorum: true,
         damaged: false,
         volume_blocks: 1024,
+        room: quoin_types::message::RoomGrant::UNBOUNDED,
         snapshots: Vec::new(),
         shadow: None,
         shadow_cut: None,
@@ -96,16 +95,7 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
 }
 
 impl Hand {
-    /// Pools of the first version: rebuilds are copied by the session's own connection.
     pub fn new(config: PrimaryConfig) -> Self {
-        Self::with(config, false)
-    }
-
-    pub fn with_bulk(config: PrimaryConfig) -> Self {
-        Self::with(config, true)
-    }
-
-    fn with(config: PrimaryConfig, bulk: bool) -> Self {
         broken::break_a_rule();
         let now = Time::from_millis(1_000_000);
         let membership = Membership {
@@ -129,7 +119,6 @@ impl Hand {
             notes: Vec::new(),
             timer: None,
             answered: Vec::new(),
-            knows: Knows { bulk, ..Knows::ALL },
             bulks: Vec::new(),
             bulk_cut: false,
             sent_bulk: Vec::new(),
@@ -157,7 +146,7 @@ impl Hand {
                     }
                     PrimaryAction::Connect { member, session } => {
                         self.sessions.push((session, member));
-                        events.push(PrimaryEvent::Connected { session, knows: self.knows });
+                        events.push(PrimaryEvent::Connected { session });
                     }
                     PrimaryAction::Disconnect { session } => {
                         self.sessions.retain(|(s, _)| *s != session);

@@ -97,7 +97,6 @@ impl One {
             guid: OWN.guid,
             membership: membership(),
             lease_ms: LEASE_MS,
-            knows_points: true,
         };
         self.send(session, message)
     }

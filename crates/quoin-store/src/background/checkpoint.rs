@@ -21,7 +21,7 @@ use crate::format::relatives::{BaseId, RelativesState};
 use crate::log::memtable_tree::Memtable;
 use crate::map::tree::{self, Change, Edit};
 use crate::rebuild::shadow;
-use crate::replica::{Image, Replica};
+use crate::replica::{Image, Replica, may_lack};
 use crate::space::freed;
 use crate::space::logical::{self, Logical};
 use crate::space::table;
@@ -160,6 +160,10 @@ fn step_job<D: Disk>(
     if let Some(lsn) = job.special.take() {
         fold_special(replica, job, lsn);
         job.next = lsn + 1;
+        if job.revert.is_some() {
+            // The nodes that it reads can be looked up now.
+            return Ok(false);
+        }
     }
     if job.revert.is_some() && !reverts::fold_revert(replica, core, job)? {
         return Ok(false);
@@ -260,9 +264,27 @@ pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<
         job.part = part_of(replica, core, &mut job, nodes_max);
         let stretches = job.part.edits.iter().map(Edit::stretch);
         looked = tree::look_ahead(&mut replica.io(core), job.work.root, stretches, nodes_max);
+    } else if let Some(revert) = job.revert
+        && !mutant::is("revert-folded-without-a-look-ahead")
+    {
+        looked = reverts::look_ahead(replica, core, job.work.root, revert);
     }
     replica.maintenance.checkpoint = Some(job);
     looked
+}
+
+/// Looks at the nodes that the next step of a commit reads.
+pub fn look_ahead_of_commit<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+) -> Result<(), StoreError> {
+    let shadow = may_lack(shadow::look_ahead(replica, core))?;
+    if mutant::is("commit-without-a-look-ahead") {
+        return shadow;
+    }
+    let moved = may_lack(logical::look_ahead_of_merge(replica, core))?;
+    let table = may_lack(table::look_ahead(replica, core))?;
+    shadow.and(moved).and(table)
 }
 
 /// The edits of the next step of a fold, which may have been made before.
@@ -417,18 +439,19 @@ pub fn state<D: Disk>(replica: &Replica, core: &Core<D>) -> Checkpoint {
 }
 
 /// Writes what the current state refers to and asks for the sync that its record waits for. Where
-/// the table of segments has to be written anew, it does some of that, and is called again.
+/// the table of segments has to be written anew, or many blocks were moved, it does some of that, and is
+/// called again.
 pub fn begin_commit<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
     if replica.maintenance.commit.is_some() {
         return Ok(());
     }
     shadow::merge(replica, core)?;
-    logical::merge_moved(replica, core)?;
-    if !table::write_table(replica, core)? {
+    if !logical::merge_moved(replica, core)? || !table::write_table(replica, core)? {
         return Ok(());
     }
     replica.io(core).flush()?;
     let record = state(replica, core).encode();
+    core.logical_of(replica.identity.guid).stated();
     let mut frees = std::mem::take(&mut replica.maintenance.pending_free);
     if mutant::is("freed-before-its-checkpoint") {
         for (unit, units) in frees.drain(..) {
@@ -467,8 +490,9 @@ pub fn finish_commit<D: Disk>(
         return Err(error);
     }
     commit.given_up_bases.into_iter().for_each(|base| core.bases.end_use(base));
+    core.logical_of(replica.identity.guid).recorded();
     // Segments that the disk refused to read are tried again: read errors may pass.
-    replica.family.segments.try_again();
+    replica.family.segments.try_some_again();
     let ticket = core.tickets.request().0;
     commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
     Ok(())

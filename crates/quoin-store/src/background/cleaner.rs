@@ -24,6 +24,7 @@ use crate::map::tree::{self, Change, Edit, Memo};
 use crate::rebuild::shadow;
 use crate::replica::{Replica, Source, may_lack};
 use crate::space::logical::{self, Moves, is_logical};
+use crate::space::segments::Claim;
 use crate::space::table;
 
 /// Blocks looked at in one step.
@@ -163,7 +164,7 @@ pub fn begin<D: Disk>(
 pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
     let Some(mut job) = replica.maintenance.clean.take() else { return Ok(true) };
     shadow::merge(replica, core)?;
-    let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
+    let end = end_of_step(&job);
     if !job.blocks.is_empty() {
         let step = &job.blocks[job.done..end];
         let named = step.iter().map(|block| (block.name, block.place));
@@ -212,6 +213,11 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, 
     Ok(true)
 }
 
+/// Where the next step ends among what is moved.
+fn end_of_step(job: &CleanJob) -> usize {
+    (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()))
+}
+
 /// Looks at what the next step of a clean-up reads: nodes first, then the blocks that it moves.
 pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
     let Some(mut job) = replica.maintenance.clean.take() else { return Ok(()) };
@@ -225,7 +231,7 @@ fn look_ahead_of_job<D: Disk>(
     core: &mut Core<D>,
     job: &mut CleanJob,
 ) -> Result<(), StoreError> {
-    let end = |count: usize| (job.done + BLOCKS_A_STEP).min(count);
+    let end = |count: usize| end_of_step(job).min(count);
     let candidates = &job.blocks[job.done.min(job.blocks.len())..end(job.blocks.len())];
     let nodes = &job.nodes[job.done.min(job.nodes.len())..end(job.nodes.len())];
     job.looked = None;
@@ -234,16 +240,39 @@ fn look_ahead_of_job<D: Disk>(
         let io = &mut replica.io(core);
         lacking = lacking.and(tree::look_ahead_of_renewals(io, view.root, nodes));
     }
+    lacking = lacking.and(logical::look_ahead_of_renewals(replica, core, nodes));
+    lacking = lacking.and(table::look_ahead_of_renewals(replica, core, nodes));
     let names = candidates.iter().map(|candidate| candidate.name);
     lacking = lacking.and(logical::look_ahead_of_names(replica, core, names));
+    lacking = lacking.and(logical::look_ahead_of_naming(replica, core, candidates.len()));
     let looked = shown_by(replica, core, &views, candidates, |_| true);
     lacking?;
     let Shown { shown, lost } = looked?;
     for (candidate, _) in candidates.iter().zip(&shown).filter(|(_, shown)| **shown) {
-        lacking = lacking.and(job.data.look_ahead(core, candidate.place));
+        lacking = lacking.and(job.data.look_ahead(core, candidate.place, candidate.crc));
     }
+    // Those without a logical place change the leaves of every view, whichever shows them.
+    let moved = candidates.iter().zip(&shown).filter(|(_, shown)| **shown);
+    let moved = moved.map(|(candidate, _)| candidate).filter(|c| !is_logical(c.name));
+    let stretches: Vec<(u64, u64)> = moved.map(|c| (c.lba, c.lba + 1)).collect();
+    lacking = lacking.and(look_ahead_of_views(replica, core, &stretches));
     // A lost leaf is given up by the step, which looks again then.
     job.looked = lost.is_empty().then_some(Looked { views, shown });
+    lacking
+}
+
+/// Looks at the nodes that an update of these stretches in all views reads.
+pub fn look_ahead_of_views<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    stretches: &[(u64, u64)],
+) -> Result<(), StoreError> {
+    let mut lacking = Ok(());
+    for view in views(replica, core) {
+        let io = &mut replica.io(core);
+        let each = stretches.iter().copied();
+        lacking = lacking.and(may_lack(tree::look_ahead(io, view.root, each, BLOCKS_A_STEP))?);
+    }
     lacking
 }
 
@@ -365,8 +394,9 @@ fn live_of<D: Disk>(
     Ok(live)
 }
 
-/// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
-/// now is perhaps good, and a copy of nothing would take its place for ever.
+/// `Ok(false)`: the disk does not give one of them, or other bytes than its checksum says, so none is
+/// moved. What cannot be read now is perhaps good, and bytes that are not the block's would take its
+/// place for ever.
 fn move_blocks<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
@@ -375,19 +405,30 @@ fn move_blocks<D: Disk>(
     data: &mut SegmentData,
     job_moves: &mut Moves,
 ) -> Result<bool, StoreError> {
-    let mut blocks = Vec::with_capacity(live.len());
+    let (mut blocks, mut bad) = (Vec::with_capacity(live.len()), Vec::new());
     for candidate in live {
-        let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
-        if quoin_types::crc32c(&bytes) != candidate.crc {
-            // The block moves with its checksum, so it stays bad until a peer repairs it.
-            note_bad_place(replica, core, candidate.lba, candidate.place)?;
-        }
-        let Candidate { lba, version, crc, .. } = *candidate;
+        let Candidate { lba, version, place, crc, .. } = *candidate;
+        let Ok(bytes) = data.block(core, place, crc) else { return Ok(false) };
         let name = if is_logical(candidate.name) { candidate.name } else { 0 };
-        blocks.push(MovedBlock { lba, version, crc, name, bytes });
+        match MovedBlock::of(lba, version, crc, name, bytes) {
+            Some(block) => blocks.push(block),
+            None => bad.push((lba, place)),
+        }
     }
-    let places =
-        relocation::write_moved(replica, core, &blocks, relocation::naming(replica), true)?;
+    if !bad.is_empty() {
+        // They stay where they are until a peer repairs them, or they are overwritten.
+        for (lba, place) in bad {
+            note_bad_place(replica, core, lba, place)?;
+        }
+        return Ok(false);
+    }
+    let places = relocation::write_moved(
+        replica,
+        core,
+        &blocks,
+        relocation::naming(replica),
+        Claim::Reserve,
+    )?;
     let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
     let (mut moves, mut named) = (Vec::new(), gone);
     for (i, (from, to)) in live.iter().zip(places).enumerate() {

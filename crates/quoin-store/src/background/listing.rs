@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
+use quoin_types::BLOCK_SIZE;
 
 use crate::background::cleaner::Candidate;
 use crate::background::segment_data::SegmentData;
@@ -78,7 +79,12 @@ impl Listing {
     /// and on from there when it is made again.
     pub fn go_on<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
         while self.at < self.segment.used_blocks {
-            let Some(header) = self.header(core)? else { return Ok(false) };
+            let Some(mut header) = self.header(core)? else { return Ok(false) };
+            if own_batch(&header, &self.segment, self.guid_hash).is_none() {
+                // What was read ahead is a hint: only the disk says that it is bad.
+                let Some(again) = self.header_again(core)? else { return Ok(false) };
+                header = again;
+            }
             let Some(batch) = own_batch(&header, &self.segment, self.guid_hash) else {
                 return Ok(false);
             };
@@ -114,6 +120,20 @@ impl Listing {
             header.extend_from_slice(&block);
         }
         Ok(Some(header.freeze()))
+    }
+
+    /// The same from the disk, whatever was read before.
+    fn header_again<D: Disk>(&self, core: &Core<D>) -> Result<Option<Bytes>, StoreError> {
+        let (first, mut header) = (self.start + u64::from(self.at), BytesMut::zeroed(BLOCK_SIZE));
+        let mut is_read = readable(core.read(first, &mut header))?;
+        let room = (self.segment.used_blocks - self.at) as usize;
+        let blocks = header_blocks(&header).filter(|blocks| *blocks <= room && is_read);
+        let Some(blocks) = blocks else { return Ok(None) };
+        header.resize(blocks * BLOCK_SIZE, 0);
+        if blocks > 1 {
+            is_read = readable(core.read(first + 1, &mut header[BLOCK_SIZE..]))?;
+        }
+        Ok(is_read.then(|| header.freeze()))
     }
 
     fn block<D: Disk>(

@@ -13,6 +13,7 @@ use crate::background::checkpoint;
 use crate::background::cleaner;
 use crate::background::difference;
 use crate::background::listing::Listing;
+use crate::background::maintenance::Cause;
 use crate::background::recount;
 use crate::background::scheduler::Step;
 use crate::clones::flatten;
@@ -34,6 +35,8 @@ const LOOKS_MAX: u8 = 16;
 #[derive(Default)]
 pub struct LookAhead {
     waits_for: Option<FetchTicket>,
+    /// The replica that it is for.
+    replica: ReplicaGuid,
     /// Looks that lacked something, one after the other.
     looks: u8,
     /// Contents of the segment that is to be emptied next, as far as it was looked at.
@@ -63,6 +66,22 @@ pub fn waits_for_disk<D: Disk>(pool: &Pool<D>) -> bool {
     pool.look_ahead.waits_for.is_some_and(|ticket| pool.core.fetches.waits(ticket))
 }
 
+/// Gives up what the next step waits for, since its reads do not end. The replica has no background
+/// work until the pool looks again ([`Pool::look_again`]).
+pub fn give_up<D: Disk>(pool: &mut Pool<D>) -> Option<ReplicaGuid> {
+    if !waits_for_disk(pool) {
+        return None;
+    }
+    let guid = pool.look_ahead.replica;
+    pool.look_ahead = LookAhead::default();
+    pool.core.fetches.drop_calls(Owner::Background(guid));
+    pool.touch(guid);
+    pool.victim.set(None);
+    let replica = pool.replicas.get_mut(&guid)?;
+    replica.maintenance.quarantined.get_or_insert(Cause::Unreadable);
+    Some(guid)
+}
+
 /// Looks ahead of a step; true if it has to wait for the disk.
 pub fn lacks<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid, step: &Step) -> bool {
     let mut ahead = std::mem::take(&mut pool.look_ahead);
@@ -77,10 +96,12 @@ pub fn lacks<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid, step: &Step) -> boo
         ahead.listing = Some(ahead.listing(&pool.core, &replica.family, *segment));
     }
     let reached = ahead.reached();
-    pool.core.fetches.begin(Owner::Background(guid));
+    // A list that is under way goes on after other steps, and finds then what was read for it.
+    let name = u64::from(matches!(step, Step::Empty(..)));
+    pool.core.fetches.begin(Owner::Background(guid), name);
     // Whatever else is wrong with it the step itself comes to.
     let _ = look_ahead(replica, &mut pool.core, step, &mut ahead.listing);
-    ahead.waits_for = pool.core.fetches.end();
+    (ahead.waits_for, ahead.replica) = (pool.core.fetches.end(), guid);
     let lacks = ahead.waits_for.is_some();
     ahead.looks = match ahead.reached() > reached {
         _ if !lacks => 0,
@@ -106,7 +127,7 @@ fn look_ahead<D: Disk>(
             shadow::look_ahead(replica, core)?;
             cleaner::look_ahead(replica, core)
         }
-        Step::Commit(_) => shadow::look_ahead(replica, core),
+        Step::Commit(_) => checkpoint::look_ahead_of_commit(replica, core),
         Step::Empty(..) => {
             let lacking = shadow::look_ahead(replica, core);
             let listed = listing.as_mut().map_or(Ok(true), |listing| listing.go_on(core));

@@ -61,6 +61,7 @@ pub struct Recount {
     learned_to: Option<u64>,
     /// Unit up to which the table of segments was walked, which comes last but one.
     table_cursor: u64,
+    is_table_counted: bool,
     /// Logical block up to which the map of moved blocks was walked, which comes last.
     logical_cursor: u64,
 }
@@ -225,6 +226,7 @@ fn begin<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<Recount, 
         log: unfolded_log(replica).map(|state| state.unit).collect(),
         learned_to: (!core.logical_of(replica.family.guid).is_learned()).then_some(0),
         table_cursor: 0,
+        is_table_counted: false,
         logical_cursor: 0,
     })
 }
@@ -262,61 +264,84 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, 
     };
     let views = counted_views(replica, core);
     for _ in 0..core.options.step_nodes.max(1) {
-        if !count_part(replica, core, &mut job, &views)? {
-            finish(replica, &job);
-            replica.map_changed(core);
-            return Ok(true);
+        match count_part(replica, core, &mut job, &views)? {
+            Counted::Part => {}
+            // What the next tree reads can be looked up now.
+            Counted::Tree => break,
+            Counted::All => {
+                finish(replica, &job);
+                replica.map_changed(core);
+                return Ok(true);
+            }
         }
     }
     replica.maintenance.count.job = Some(job);
     Ok(false)
 }
 
-/// Looks at the leaves that the next step of a count reads.
+/// Looks at the leaves that the next step of a count reads. A step is about one tree.
 pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
     let views = counted_views(replica, core);
+    let is_learned = core.logical_of(replica.family.guid).is_learned();
     let job = replica.maintenance.count.job.as_ref();
+    if let Some(from) = job.map_or((!is_learned).then_some(0), |job| job.learned_to) {
+        if mutant::is("moved-blocks-learned-without-a-look-ahead") {
+            return Ok(());
+        }
+        return logical::look_ahead_of_walk(replica, core, from, true);
+    }
     let done = job.and_then(|job| job.done);
     let Some((key, root)) = views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))
     else {
-        return Ok(());
+        let (table, logical) = job.map_or((0, 0), |job| (job.table_cursor, job.logical_cursor));
+        return match job.is_some_and(|job| job.is_table_counted) {
+            true => logical::look_ahead_of_walk(replica, core, logical, false),
+            false => table::look_ahead_of_walk(replica, core, table),
+        };
     };
     let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
-    let mut cursor = job.filter(|job| job.at == Some(*key)).map_or(0, |job| job.cursor);
-    let (mut io, mut lacking) = (replica.io(core), Ok(()));
-    for _ in 0..io.core.options.step_nodes.max(1) {
-        let Some(part) = tree::next_part(&mut io, *root, from, cursor)? else { break };
-        cursor = part.range().1;
-        if let Part::Leaf { node, .. } = part {
-            lacking = lacking.and(io.load(0, &node).map(drop));
-        }
-    }
-    lacking
+    let cursor = job.filter(|job| job.at == Some(*key)).map_or(0, |job| job.cursor);
+    let step_nodes = core.options.step_nodes;
+    tree::look_ahead_of_walk(&mut replica.io(core), *root, from, cursor, step_nodes, true)
 }
 
-/// Counts the next leaf; false: there is none.
+/// Outcome of a part of a count.
+enum Counted {
+    Part,
+    /// All of one tree.
+    Tree,
+    All,
+}
+
+/// Counts the next leaf.
 fn count_part<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
     job: &mut Recount,
     views: &[(ViewKey, Root)],
-) -> Result<bool, StoreError> {
+) -> Result<Counted, StoreError> {
+    let of_tree = |goes_on: bool| if goes_on { Counted::Part } else { Counted::Tree };
     if let Some(from) = job.learned_to {
         job.learned_to = logical::learn_moved(replica, core, from)?;
-        return Ok(true);
+        return Ok(of_tree(job.learned_to.is_some()));
     }
     let Some((key, root, from)) = job.next(views) else {
-        return Ok(count_table(replica, core, job)? || count_logical(replica, core, job)?);
+        if !job.is_table_counted {
+            job.is_table_counted = !count_table(replica, core, job)?;
+            return Ok(of_tree(!job.is_table_counted));
+        }
+        let goes_on = count_logical(replica, core, job)?;
+        return Ok(if goes_on { Counted::Part } else { Counted::All });
     };
     let mut io = replica.io(core);
     let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
         (job.done, job.at, job.cursor) = (Some(key), None, 0);
-        return Ok(true);
+        return Ok(Counted::Tree);
     };
     job.cursor = part.range().1;
-    let Part::Leaf { node, .. } = part else { return Ok(true) };
-    let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
-    let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
+    let Part::Leaf { node, .. } = part else { return Ok(Counted::Part) };
+    let Some(loaded) = io.load(0, &node)? else { return Ok(Counted::Part) };
+    let Node::Leaf(leaf) = &*loaded else { return Ok(Counted::Part) };
     let mut count = |place: u64, bytes: u64| {
         let held = replica.family.holder_of(core, place);
         let counts = |(unit, block): &(u32, Option<u64>)| job.counts(*unit, block.unwrap_or(0));
@@ -330,7 +355,7 @@ fn count_part<D: Disk>(
             count(leaf.blocks[i].place, BLOCK_SIZE as u64);
         }
     }
-    Ok(true)
+    Ok(Counted::Part)
 }
 
 /// Counts the next leaf of the table of segments; false: there is none.

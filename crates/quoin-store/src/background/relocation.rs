@@ -4,24 +4,40 @@ use std::io::IoSlice;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::StoreError;
-use quoin_types::BLOCK_SIZE;
+use quoin_types::{BLOCK_SIZE, crc32c, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::format::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::replica::Replica;
+use crate::space::segments::Claim;
 
 /// Blocks of one batch at most; its header fits three blocks.
 const BLOCKS_A_BATCH: usize = 256;
 const WRITE_KIND: u8 = 1;
 
+/// A block to be written again elsewhere, whose bytes are what its checksum says: none can be made with
+/// others.
 pub struct MovedBlock {
-    pub lba: u64,
-    pub version: u64,
-    pub crc: u32,
+    lba: u64,
+    version: u64,
+    crc: u32,
     /// Logical place that it has already; 0: none.
-    pub name: u64,
-    pub bytes: Bytes,
+    name: u64,
+    bytes: Bytes,
+}
+
+impl MovedBlock {
+    /// `None`: these are not the bytes of this checksum, and are written nowhere.
+    pub fn of(lba: u64, version: u64, crc: u32, name: u64, bytes: Bytes) -> Option<Self> {
+        let is_it = bytes.len() == BLOCK_SIZE && crc32c(&bytes) == crc;
+        let is_it = is_it || mutant::is("moved-block-is-not-verified");
+        is_it.then_some(MovedBlock { lba, version, crc, name, bytes })
+    }
+
+    pub fn crc(&self) -> u32 {
+        self.crc
+    }
 }
 
 /// Naming, by leaves, of blocks that had no logical place.
@@ -46,7 +62,7 @@ pub fn write_moved<D: Disk>(
     core: &mut Core<D>,
     blocks: &[MovedBlock],
     naming: Naming,
-    from_reserve: bool,
+    claim: Claim,
 ) -> Result<Vec<u64>, StoreError> {
     let mut places = Vec::with_capacity(blocks.len());
     let mut rest = blocks;
@@ -60,7 +76,7 @@ pub fn write_moved<D: Disk>(
         let count = most(room).or_else(|| most(fresh));
         let count = count.ok_or(StoreError::Rule("a segment too small for a block"))?;
         let (now, later) = rest.split_at(count);
-        write_moved_batch(replica, core, now, naming, from_reserve, &mut places)?;
+        write_moved_batch(replica, core, now, naming, claim, &mut places)?;
         rest = later;
     }
     Ok(places)
@@ -71,13 +87,13 @@ fn write_moved_batch<D: Disk>(
     core: &mut Core<D>,
     blocks: &[MovedBlock],
     naming: Naming,
-    from_reserve: bool,
+    claim: Claim,
     places: &mut Vec<u64>,
 ) -> Result<(), StoreError> {
     core.check_usable()?;
     let total = (blocks.len() + header_blocks(blocks.len())) as u32;
     let guid_hash = replica.family.guid_hash;
-    let segment = replica.family.segment_for(core, Stream::Moved, total, from_reserve)?;
+    let segment = replica.family.segment_for(core, Stream::Moved, total, claim)?;
     let state = segment.state;
     let header = header_blocks(blocks.len()) as u64;
     let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
@@ -113,6 +129,7 @@ fn write_moved_batch<D: Disk>(
         key: 0,
     });
     debug_assert_eq!(header, (core.buffers.header.len() / BLOCK_SIZE) as u64);
+    core.will_append(start, u64::from(total));
     let mut parts = Vec::with_capacity(blocks.len() + 1);
     parts.push(IoSlice::new(&core.buffers.header));
     parts.extend(blocks.iter().map(|b| IoSlice::new(&b.bytes)));

@@ -10,10 +10,11 @@ use crate::background::cleaner;
 use crate::background::relocation::{self, MovedBlock};
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
-use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE};
+use crate::format::node::{BAD_PLACE, BlockAt, HOLE_PLACE, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::map::tree::{self, Change, Edit};
 use crate::replica::slots::{push_slot, without_bytes};
 use crate::replica::{Replica, Source, may_lack};
+use crate::space::segments::Claim;
 
 /// Leaves that a mend may be about: it is no longer than one, and may begin in the middle.
 const LEAVES_A_MEND: usize = 2;
@@ -99,6 +100,8 @@ pub fn repair<D: Disk>(
     }
     // Version and checksum are the same: nothing good can be overwritten by it.
     core.write(block.place, &[std::io::IoSlice::new(data)])?;
+    // A segment that could not be emptied for it can be now.
+    replica.family.segments.try_again();
     // Every view that shows this block has it mended.
     let bad = BadBlock::block(replica.identity.guid, lba, version);
     core.faults.bad.retain(|b| b.of(None) != bad);
@@ -126,16 +129,21 @@ pub fn look_ahead_of_mend<D: Disk>(
     lba: u64,
     blocks: u32,
 ) -> Result<(), StoreError> {
-    let root = match view {
+    let (root, size) = match view {
         ReadView::Snapshot(id) => {
             let Some(kept) = replica.folded.snapshots.iter().find(|s| s.info.id == id) else {
                 return Ok(());
             };
-            kept.root
+            (kept.root, kept.info.blocks)
         }
-        ReadView::Live | ReadView::Base => replica.folded.root,
+        ReadView::Live | ReadView::Base => (replica.folded.root, replica.head.volume_blocks),
     };
     let stretch = (lba, lba.saturating_add(blocks.into()));
+    if stretch.1 > size || blocks > LEAF_BLOCKS as u32 {
+        return Ok(());
+    }
+    // A clone's blocks are those of its base, where it has none.
+    replica.find(core, &Source::Root(root), lba, blocks)?;
     tree::look_ahead(&mut replica.io(core), root, std::iter::once(stretch), LEAVES_A_MEND)
 }
 
@@ -187,21 +195,42 @@ pub fn mend<D: Disk>(
         each.zip(&lost).filter(|((_, slot), lost)| **lost && slot.version <= base)
     {
         let version = slot.version.0;
-        let mut change = Change::Hole { version };
+        let mut change = match (version, replica.family.relatives.base) {
+            // A hole that was never written lets the base show, which is what is lost.
+            (0, Some(_)) if !mutant::is("base-shows-where-a-clone-was-mended") => {
+                Change::Data { version, place: HOLE_PLACE, crc_at: u32::MAX }
+            }
+            _ => Change::Hole { version },
+        };
         if let Content::Data { crc, data } = &slot.content {
             let crc_at = moved.len() as u32;
             change = Change::Data { version, place: 0, crc_at };
-            moved.push(MovedBlock { lba, version, crc: *crc, name: 0, bytes: data.clone() });
+            let Some(block) = MovedBlock::of(lba, version, *crc, 0, data.clone()) else {
+                return Err(StoreError::Rule("a slot whose bytes are not those of its checksum"));
+            };
+            moved.push(block);
         }
         edits.push(Edit { lba, blocks: 1, change });
     }
-    let places = relocation::write_moved(replica, core, &moved, relocation::naming(replica), true)?;
+    let places = relocation::write_moved(
+        replica,
+        core,
+        &moved,
+        relocation::naming(replica),
+        Claim::Reserve,
+    )?;
+    let mut crcs: Vec<u32> = moved.iter().map(MovedBlock::crc).collect();
+    let of_holes = crcs.len() as u32;
+    crcs.push(0);
     for edit in &mut edits {
-        if let Change::Data { place, crc_at, .. } = &mut edit.change {
-            *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);
+        match &mut edit.change {
+            Change::Data { place: HOLE_PLACE, crc_at, .. } => *crc_at = of_holes,
+            Change::Data { place, crc_at, .. } => {
+                *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);
+            }
+            _ => {}
         }
     }
-    let crcs: Vec<u32> = moved.iter().map(|m| m.crc).collect();
     let mut io = replica.io(core);
     io.gives_up = true;
     let mended = tree::update(&mut io, root, &edits, &crcs, None)?;
@@ -209,8 +238,35 @@ pub fn mend<D: Disk>(
         Some(at) => replica.folded.snapshots[at].root = mended,
         None => replica.folded.root = mended,
     }
+    mend_bases(replica, core, root, mended)?;
     replica.maintenance.dirty = true;
+    replica.find(core, &Source::Root(mended), lba, blocks as u32)?;
+    let is_lost = |edit: &Edit| {
+        let found = core.buffers.found.get((edit.lba - lba) as usize);
+        found.is_none_or(|block| matches!(block.place, BAD_PLACE | LOST_PLACE))
+    };
+    if edits.iter().any(is_lost) {
+        return Ok(false);
+    }
     let guid = replica.identity.guid;
     core.faults.bad.retain(|b| (b.replica, b.lba, b.snapshot) != (guid, lba, id) || b.blocks == 1);
     Ok(true)
+}
+
+/// Clones that show the map that was mended show the mended one.
+fn mend_bases<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    root: Root,
+    mended: Root,
+) -> Result<(), StoreError> {
+    let guid = replica.identity.guid;
+    if core.bases.of(guid).any(|(_, base)| base.root == root) {
+        // They read nodes from the disk: they know nothing of what waits here to be written.
+        replica.io(core).flush()?;
+        core.bases.of_mut(guid).filter(|base| base.root == root).for_each(|base| {
+            base.root = mended;
+        });
+    }
+    Ok(())
 }

@@ -10,15 +10,16 @@ use crate::background::checkpoint::{self, CheckpointJob, Edits};
 use crate::clones::lookup::{self, first_of, shows_base};
 use crate::core::Core;
 use crate::disk::Disk;
-use crate::format::node::{BASE_PLACE, BlockAt, Child, LEAF_BLOCKS, LOST_PLACE, Root};
+use crate::format::node::{BASE_PLACE, BlockAt, Child, HOLE_PLACE, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::map::tree::{self, Change, Part};
-use crate::replica::Replica;
 use crate::replica::upper::reverted;
+use crate::replica::{Replica, may_lack};
 
 /// Longest stretch that is changed by one edit.
 const STRETCH_BLOCKS_MAX: u64 = 1 << 30;
 
 /// A Revert that is being folded.
+#[derive(Clone, Copy)]
 pub struct RevertFold {
     pub lsn: u64,
     /// LSN and map of its snapshot.
@@ -40,7 +41,7 @@ pub(super) fn fold_revert<D: Disk>(
     let mut part = std::mem::take(&mut job.part);
     part.clear();
     let mut is_done = false;
-    for _ in 0..core.options.step_nodes.max(1) {
+    for _ in 0..stretches_a_step(core) {
         if !edits_of_leaf(replica, core, job.work.root, &mut revert, &mut part)? {
             is_done = true;
             break;
@@ -63,6 +64,34 @@ pub(super) fn fold_revert<D: Disk>(
     Ok(is_done)
 }
 
+/// Looks at the nodes that the next step reads: those of the map, of the snapshot and of the bases
+/// behind both.
+pub(super) fn look_ahead<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    root: Root,
+    mut revert: RevertFold,
+) -> Result<(), StoreError> {
+    let (mut part, mut lacking) = (Edits::default(), Ok(()));
+    for _ in 0..stretches_a_step(core) {
+        let before = revert.cursor;
+        let looked = edits_of_leaf(replica, core, root, &mut revert, &mut part);
+        part.clear();
+        let is_end = matches!(looked, Ok(false));
+        lacking = lacking.and(may_lack(looked.map(drop))?);
+        // Where it lacks a leaf the next one is known, and is fetched at the same time.
+        if is_end || revert.cursor == before {
+            break;
+        }
+    }
+    lacking
+}
+
+/// Stretches of a step. Each may be a leaf of the map and one of the snapshot.
+fn stretches_a_step<D>(core: &Core<D>) -> usize {
+    (core.options.step_nodes / 2).max(1)
+}
+
 /// Adds the edits of the next stretch that the Revert may change; false if there is none.
 fn edits_of_leaf<D: Disk>(
     replica: &mut Replica,
@@ -82,7 +111,10 @@ fn edits_of_leaf<D: Disk>(
     let hole = Change::Hole { version: revert.lsn };
     let lost = Change::Lost { version: revert.lsn };
     match changed {
-        Part::Leaf { .. } => edits_in_leaf(replica, core, root, revert, (start, end), part)?,
+        Part::Leaf { .. } => {
+            revert.cursor = end;
+            edits_in_leaf(replica, core, root, revert, (start, end), part)?;
+        }
         Part::Damaged { .. } => part.push(start, end, lost),
         Part::Hole { .. } => {
             // Blocks that were trimmed since: the snapshot's map says where there was anything.
@@ -106,6 +138,7 @@ fn edits_of_leaf<D: Disk>(
                         part.push(start, end, lost);
                     } else {
                         end = end.min((start / LEAF_BLOCKS as u64 + 1) * LEAF_BLOCKS as u64);
+                        revert.cursor = end;
                         edits_in_leaf(replica, core, root, revert, (start, end), part)?;
                     }
                 }
@@ -128,13 +161,17 @@ fn edits_in_leaf<D: Disk>(
     let count = ((end - start) as usize).min(LEAF_BLOCKS);
     let mut now = vec![BlockAt::default(); count];
     let mut kept = now.clone();
-    tree::blocks(&mut replica.io(core), root, start, &mut now)?;
-    tree::blocks(&mut replica.io(core), revert.kept, start, &mut kept)?;
+    let looked = tree::blocks(&mut replica.io(core), root, start, &mut now);
+    let lacking = may_lack(looked)?;
+    let looked = tree::blocks(&mut replica.io(core), revert.kept, start, &mut kept);
+    lacking.and(may_lack(looked)?)?;
     let has_base = replica.family.relatives.base.is_some();
     for block in kept.iter_mut().filter(|block| has_base && shows_base(block)) {
         // Its place is none of this replica's, and may change.
         block.place = BASE_PLACE;
     }
+    // What the base does not say of itself the clone's map says of the Revert's state too.
+    kept.iter_mut().filter(|block| block.place == HOLE_PLACE).for_each(|block| block.place = 0);
     for ((lba, now), kept) in (start..).zip(now).zip(kept) {
         if now.version <= revert.since {
             continue;

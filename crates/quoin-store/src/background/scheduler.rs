@@ -177,7 +177,8 @@ pub fn due<D: Disk>(pool: &Pool<D>) -> Due {
 
 /// Free units (above the reserve) below which a pool that can gain nothing is short.
 pub fn short_below_units<D: Disk>(pool: &Pool<D>) -> u32 {
-    (pool.core.allocator.units() * SHORT_BELOW_PERCENT / 100).max(2)
+    let units = pool.core.allocator.units() * SHORT_BELOW_PERCENT / 100;
+    units.max(2).max(pool.core.allocator.shares.kept_units)
 }
 
 /// How full a segment may be that is emptied now.

@@ -51,14 +51,69 @@ const RING_BLOCKS: u32 = 64;
 /// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
 
-/// Place where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in
-/// order, bases that only clones show, the map of moved blocks, the segments) and the cursor in it. The default is the beginning.
+/// What a scrub of a replica reads, one after the other.
 ///
 /// Blocks only ever move down this order, from the log into the map and from the map into a
 /// snapshot, so a fold in the middle of a pass hides nothing from it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum ScrubStage {
+    #[default]
+    Log,
+    /// The folded map.
+    Map,
+    /// The oldest snapshot of this LSN or a later one. Snapshots come and go during a pass: the LSN is
+    /// of one of them alone, and says which are behind it.
+    Snapshot(u64),
+    /// Bases that nobody else reads.
+    Bases,
+    /// The map of moved blocks.
+    Logical,
+    Segments,
+}
+
+impl ScrubStage {
+    /// The stage as one number, for those who keep it.
+    pub fn number(self) -> u64 {
+        const FIRST_SNAPSHOT: u64 = 16;
+        match self {
+            ScrubStage::Log => 0,
+            ScrubStage::Map => 1,
+            ScrubStage::Bases => 2,
+            ScrubStage::Logical => 3,
+            ScrubStage::Segments => 4,
+            ScrubStage::Snapshot(lsn) => lsn.saturating_add(FIRST_SNAPSHOT),
+        }
+    }
+
+    /// The stage of a number; one of no stage is the first.
+    pub fn of(number: u64) -> Self {
+        match number {
+            1 => ScrubStage::Map,
+            2 => ScrubStage::Bases,
+            3 => ScrubStage::Logical,
+            4 => ScrubStage::Segments,
+            16.. => ScrubStage::Snapshot(number - 16),
+            _ => ScrubStage::Log,
+        }
+    }
+
+    /// The next one, whatever snapshots there are.
+    fn next(self) -> Option<Self> {
+        match self {
+            ScrubStage::Log => Some(ScrubStage::Map),
+            ScrubStage::Map => Some(ScrubStage::Snapshot(0)),
+            ScrubStage::Snapshot(lsn) => Some(ScrubStage::Snapshot(lsn.saturating_add(1))),
+            ScrubStage::Bases => Some(ScrubStage::Logical),
+            ScrubStage::Logical => Some(ScrubStage::Segments),
+            ScrubStage::Segments => None,
+        }
+    }
+}
+
+/// Place where a scrub of a replica goes on. The default is the beginning.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct ScrubAt {
-    pub stage: u32,
+    pub stage: ScrubStage,
     pub cursor: u64,
 }
 
@@ -99,7 +154,7 @@ impl Scrubbing {
     pub fn begin<D: Disk>(&mut self, core: &mut Core<D>, owner: Owner, may_wait: bool) {
         self.reached = self.listing.as_ref().map_or(0, Listing::reached);
         if may_wait && self.lacked < LACKED_MAX && core.disk.may_lack() {
-            core.fetches.begin(owner);
+            core.fetches.begin(owner, 0);
         }
     }
 
@@ -116,57 +171,66 @@ impl Scrubbing {
 }
 
 /// Scrubs a leaf, some entries or a segment. Returns where to go on. `listing`: the
-/// headers of the segment that calls before have read.
+/// headers of the segment that calls before have read. `reads_bases`: nobody else reads some base
+/// of it.
 pub fn scrub_part<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
-    at: ScrubAt,
+    mut at: ScrubAt,
+    reads_bases: bool,
     done: &mut Scrubbed,
     listing: &mut Option<Listing>,
 ) -> Result<Option<ScrubAt>, StoreError> {
-    let views = 1 + replica.folded.snapshots.len() as u32;
-    let on = |cursor| Some(ScrubAt { cursor, ..at });
-    let next_stage = Some(ScrubAt { stage: at.stage.saturating_add(1), cursor: 0 });
     done.read_bytes += PART_BYTES;
-    Ok(match at.stage {
-        0 => scrub_entries(replica, core, at.cursor, done)?.map_or(next_stage, on),
-        view if view <= views => scrub_leaf(replica, core, at, done)?.map_or(next_stage, on),
-        stage if stage == views + 1 => {
-            scrub_bases(replica, core, at.cursor, done)?.map_or(next_stage, on)
+    if let ScrubStage::Snapshot(from) = at.stage {
+        let mut lsns = replica.folded.snapshots.iter().map(|s| s.info.lsn.0);
+        match lsns.find(|lsn| *lsn >= from) {
+            Some(lsn) if lsn == from => {}
+            // The one before was read to its end, or is gone.
+            Some(lsn) => at = ScrubAt { stage: ScrubStage::Snapshot(lsn), cursor: 0 },
+            None => at = ScrubAt { stage: ScrubStage::Bases, cursor: 0 },
         }
-        stage if stage == views + 2 => {
-            scrub_logical(replica, core, at.cursor, done)?.map_or(next_stage, on)
-        }
-        stage if stage == views + 3 => {
-            scrub_segment(replica, core, at.cursor, done, listing)?.and_then(on)
-        }
-        _ => None,
+    }
+    let next = match at.stage {
+        ScrubStage::Log => scrub_entries(replica, core, at.cursor, done)?,
+        ScrubStage::Map => scrub_leaf(replica, core, None, at.cursor, done)?,
+        ScrubStage::Snapshot(lsn) => scrub_leaf(replica, core, Some(lsn), at.cursor, done)?,
+        ScrubStage::Bases if !reads_bases => None,
+        ScrubStage::Bases => scrub_bases(replica, core, at.cursor, done)?,
+        ScrubStage::Logical => scrub_logical(replica, core, at.cursor, done)?,
+        ScrubStage::Segments => scrub_segment(replica, core, at.cursor, done, listing)?,
+    };
+    Ok(match next {
+        Some(cursor) => Some(ScrubAt { cursor, ..at }),
+        None => at.stage.next().map(|stage| ScrubAt { stage, cursor: 0 }),
     })
 }
 
-/// The next leaf of a snapshot or of the folded map, without what an older view showed.
+/// The next leaf of the snapshot of this LSN or of the folded map, without what an older view showed.
 fn scrub_leaf<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
-    at: ScrubAt,
+    lsn: Option<u64>,
+    cursor: u64,
     done: &mut Scrubbed,
 ) -> Result<Option<u64>, StoreError> {
     let views = &replica.folded.snapshots;
-    let is_folded = at.stage == 1;
+    let is_folded = lsn.is_none();
     // The number of snapshots that are older than this view.
-    let older = (at.stage as usize).checked_sub(2).unwrap_or(views.len());
+    let older = lsn.and_then(|lsn| views.iter().position(|s| s.info.lsn.0 == lsn));
+    let older = older.unwrap_or(views.len());
     let root = views.get(older).map_or(replica.folded.root, |s| s.root);
     let snapshot = views.get(older).map(|s| s.info.id);
     let view = snapshot.map_or(ReadView::Live, ReadView::Snapshot);
     let from = older.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
-    let Some(part) = tree::next_part(&mut replica.io(core), root, from, at.cursor)? else {
+    let Some(part) = tree::next_part(&mut replica.io(core), root, from, cursor)? else {
         return Ok(None);
     };
     let (start, end) = part.range();
     match part {
         Part::Hole { .. } => {}
         Part::Damaged { newest, .. } => {
-            let (start, known) = (start.max(at.cursor), core.faults.bad.len());
+            let (start, known) = (start.max(cursor), core.faults.bad.len());
             let many = (FANOUT * LEAF_BLOCKS) as u64;
             for lba in (start..end.min(start + many)).step_by(LEAF_BLOCKS) {
                 let bad = BadBlock::stretch(replica.identity.guid, lba, Lsn(newest));
@@ -179,7 +243,7 @@ fn scrub_leaf<D: Disk>(
             return Ok(Some(end.min(start + many)));
         }
         Part::Leaf { .. } => {
-            let nodes = may_lack(scrub_nodes(replica, core, root, start, at.cursor, done))?;
+            let nodes = may_lack(scrub_nodes(replica, core, root, start, cursor, done))?;
             replica.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
             core.forget_found();
             let (mut slots, known) = (Vec::new(), core.faults.bad.len());
@@ -195,8 +259,8 @@ fn scrub_leaf<D: Disk>(
     Ok(Some(end))
 }
 
-/// The next leaf of the bases that a clone shows, where their replicas are gone and nobody else
-/// reads them. What is bad of them is asked for as the clone's own.
+/// The next leaf of the bases that a clone shows, where nobody else reads one of them. What is bad of
+/// them is asked for as the clone's own.
 fn scrub_bases<D: Disk>(
     replica: &mut Replica,
     core: &mut Core<D>,
@@ -204,9 +268,6 @@ fn scrub_bases<D: Disk>(
     done: &mut Scrubbed,
 ) -> Result<Option<u64>, StoreError> {
     let size = replica.head.volume_blocks;
-    if !core.bases.line(replica.family.relatives.base).any(|base| base.is_left) {
-        return Ok(None);
-    }
     let parts = lookup::next_of_bases(&mut replica.io(core), 0, cursor)?;
     let Some((start, hole_end)) = first_of(&parts, cursor).filter(|(start, _)| *start < size)
     else {
@@ -337,21 +398,25 @@ fn rotten_nodes<D: Disk>(
 }
 
 /// Reads blocks from the media, and where they cannot be read together each by itself. Returns which
-/// of them were read.
+/// of them were read. `is_expected`: whether these are the bytes of the block of this number.
 fn read_each<D: Disk>(
     core: &mut Core<D>,
     place: u64,
     bytes: &mut [u8],
+    is_expected: &dyn Fn(usize, &[u8]) -> bool,
 ) -> Result<Vec<bool>, StoreError> {
     core.disk.forget_cached(place * BLOCK_SIZE as u64, bytes.len() as u64);
-    match core.read_beside(place, bytes) {
+    let are_expected =
+        |bytes: &[u8]| bytes.chunks(BLOCK_SIZE).enumerate().all(|(i, block)| is_expected(i, block));
+    match core.read_beside(place, bytes, &are_expected) {
         Ok(()) => return Ok(vec![true; bytes.len() / BLOCK_SIZE]),
         Err(lacking @ StoreError::Pending(_)) => return Err(lacking),
         Err(_) => {}
     }
     let (mut readable, mut lacking) = (Vec::new(), Ok(()));
-    for (block, chunk) in (place..).zip(bytes.chunks_mut(BLOCK_SIZE)) {
-        match may_lack(core.read_beside(block, chunk)) {
+    for (i, chunk) in bytes.chunks_mut(BLOCK_SIZE).enumerate() {
+        let is_expected = |bytes: &[u8]| is_expected(i, bytes);
+        match may_lack(core.read_beside(place + i as u64, chunk, &is_expected)) {
             Ok(read) => {
                 lacking = lacking.and(read);
                 readable.push(true);
@@ -395,7 +460,8 @@ fn scrub_entry<D: Disk>(
 ) -> Result<(), StoreError> {
     let crcs: Vec<u32> = replica.log.crcs(record).collect();
     let mut bytes = vec![0; crcs.len() * BLOCK_SIZE];
-    let readable = read_each(core, record.place, &mut bytes)?;
+    let is_expected = |i: usize, bytes: &[u8]| crcs.get(i) == Some(&crc32c(bytes));
+    let readable = read_each(core, record.place, &mut bytes, &is_expected)?;
     for (i, (chunk, crc)) in bytes.chunks(BLOCK_SIZE).zip(crcs).enumerate() {
         if readable[i] && crc32c(chunk) == crc {
             continue;
@@ -464,7 +530,10 @@ fn scrub_first_blocks<D: Disk>(
     }
     let (start, guid) = (core.superblock.unit_start(state.unit), replica.identity.guid);
     let (mut header, mut is_read) = (vec![0; BLOCK_SIZE], false);
-    let read = read_each(core, start, &mut header).map(|readable| is_read = readable[0]);
+    let expected = segment_header(&core.superblock, guid, state);
+    let is_expected = |_: usize, bytes: &[u8]| bytes == &expected[..];
+    let read = read_each(core, start, &mut header, &is_expected);
+    let read = read.map(|readable| is_read = readable[0]);
     let lacking = may_lack(read)?;
     let mut rotten = Vec::new();
     lacking.and(may_lack(rotten_nodes(core, &nodes).map(|found| rotten = found))?)?;
@@ -477,7 +546,6 @@ fn scrub_first_blocks<D: Disk>(
     let found = decode_header(&core.superblock, guid, state.unit, &header).filter(|_| is_read);
     let says = |s: &SegmentState| (s.units, s.stream, s.sequence);
     if found.is_none_or(|found| says(&found) != says(state)) {
-        let expected = segment_header(&core.superblock, guid, state);
         core.write(start, &[std::io::IoSlice::new(&expected)])?;
         core.tickets.request();
         done.headers += 1;
@@ -525,7 +593,7 @@ pub fn scrub_metadata<D: Disk>(
         let (expected, mut bad, mut lacking) = (core.superblock.encode(), 0, Ok(()));
         for block in core.superblock.places() {
             let mut bytes = vec![0; BLOCK_SIZE];
-            let read = read_each(core, block, &mut bytes);
+            let read = read_each(core, block, &mut bytes, &|_, bytes| bytes == &expected[..]);
             let mut is_good = true;
             let read = read.map(|readable| is_good = readable[0] && bytes == expected);
             lacking = lacking.and(may_lack(read)?);
@@ -549,7 +617,8 @@ pub fn scrub_metadata<D: Disk>(
         return Ok(MetadataScrubbed { next, bad: 0 });
     };
     let mut bytes = vec![0; blocks as usize * BLOCK_SIZE];
-    let readable = read_each(core, place, &mut bytes)?;
+    // What looks bad of the ring is read once more below.
+    let readable = read_each(core, place, &mut bytes, &|_, _| true)?;
     let mut bad = 0;
     for ((index, chunk), is_read) in (first..).zip(bytes.chunks(BLOCK_SIZE)).zip(readable) {
         // The ring may have been written since this was read: what looks bad is read once more.

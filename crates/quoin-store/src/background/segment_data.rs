@@ -12,16 +12,16 @@
 //! **Nothing older than the disk is kept.** Nothing is appended to such a segment any more. But a
 //! good copy may replace a bad block in it, and then what was read before is dropped.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::StoreError;
-use quoin_types::{BLOCK_SIZE, mutant};
+use quoin_types::{BLOCK_SIZE, crc32c};
 
 use crate::core::{Core, LACKING};
 use crate::disk::Disk;
-use crate::disk::fetch::Stretch;
+use crate::disk::fetch::{Stretch, believes_a_former_use};
 
 /// Blocks of a piece that is read past the cache: 256 KiB.
 const PIECE_BLOCKS: u32 = 64;
@@ -50,6 +50,8 @@ pub struct SegmentData {
     pieces: BTreeMap<u64, Piece>,
     /// Blocks that were read ahead one by one.
     ahead: BTreeMap<u64, Bytes>,
+    /// Those of them that were read a second time, as others had come first than were expected.
+    again: BTreeSet<u64>,
     /// Writes in place before all of this was read.
     as_of: u64,
 }
@@ -57,9 +59,9 @@ pub struct SegmentData {
 impl SegmentData {
     /// Nothing of a segment. `is_cached`: it was written through the kernel's cache.
     pub fn of<D>(core: &Core<D>, range: Range<u64>, is_cached: bool) -> Self {
-        let (pieces, ahead) = (BTreeMap::new(), BTreeMap::new());
+        let (pieces, ahead, again) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
         let (by_piece, as_of) = (!is_cached, core.writes_in_place);
-        SegmentData { range, is_cached, by_piece, pieces, ahead, as_of }
+        SegmentData { range, is_cached, by_piece, pieces, ahead, again, as_of }
     }
 
     /// In a call that may wait: has a block of the header that begins at `start` read beside, if it is
@@ -85,7 +87,7 @@ impl SegmentData {
             return Ok(());
         }
         lacking?;
-        self.take_alone(core, place)
+        self.take_alone(core, place, &|_| true)
     }
 
     /// The headers are known. Of a segment that is not kept as a whole the blocks are read anew, by the
@@ -98,19 +100,31 @@ impl SegmentData {
         self.ahead.clear();
     }
 
-    /// In a call that may wait: has a block read beside, if it is not here yet.
+    /// In a call that may wait: has a block of this checksum read beside, if it is not here yet. Where
+    /// others come than it says, the block is read once more, by itself.
     pub fn look_ahead<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         place: u64,
+        crc: u32,
     ) -> Result<(), StoreError> {
-        if self.has(core, place) {
+        let is_it = |bytes: &[u8]| crc32c(bytes) == crc;
+        if !self.has(core, place) {
+            if let Some(first) = self.piece_with_room(place) {
+                self.request(core, std::iter::once(first))?;
+            }
+            self.take_alone(core, place, &is_it)?;
+        }
+        if self.again.contains(&place) || self.held(place).is_none_or(|bytes| is_it(&bytes)) {
             return Ok(());
         }
-        if let Some(first) = self.piece_with_room(place) {
-            self.request(core, std::iter::once(first))?;
+        // What was read by itself was read again before it came.
+        if !self.ahead.contains_key(&place) {
+            let block = self.take(core, Stretch { first: place, blocks: 1 }, &is_it)?;
+            self.ahead.insert(place, block);
         }
-        self.take_alone(core, place)
+        self.again.insert(place);
+        Ok(())
     }
 
     /// Returns true if a block was read, and since then nothing was written in place.
@@ -125,8 +139,23 @@ impl SegmentData {
         self.held(place).map_or_else(|| alone(core, place), Ok)
     }
 
-    /// A block; the disk is read where it was not looked ahead of it.
-    pub fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
+    /// A block of this checksum, which it has unless the disk has other bytes than these; the disk is
+    /// read where it was not looked ahead of it.
+    pub fn block<D: Disk>(
+        &mut self,
+        core: &Core<D>,
+        place: u64,
+        crc: u32,
+    ) -> Result<Bytes, StoreError> {
+        let bytes = self.any_block(core, place)?;
+        if crc32c(&bytes) == crc || self.again.contains(&place) || believes_a_former_use() {
+            return Ok(bytes);
+        }
+        // What was read ahead is a hint: only the disk says that it is bad.
+        alone(core, place)
+    }
+
+    fn any_block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
         self.drop_older(core);
         if let Some(first) = self.piece_with_room(place)
             && matches!(self.pieces.get(&first), None | Some(Piece::Awaited))
@@ -140,6 +169,7 @@ impl SegmentData {
     /// The blocks that were needed are moved: makes room for those of the next step.
     pub fn end_of_step(&mut self) {
         self.ahead.clear();
+        self.again.clear();
         if !self.keeps_all() && self.pieces.len() >= PIECES_MAX {
             self.pieces.clear();
         }
@@ -147,9 +177,10 @@ impl SegmentData {
 
     /// Drops what was read before something was written in place.
     fn drop_older<D>(&mut self, core: &Core<D>) {
-        if self.as_of != core.writes_in_place && !mutant::is("clean-up-keeps-what-it-read") {
+        if self.as_of != core.writes_in_place {
             self.pieces.clear();
             self.ahead.clear();
+            self.again.clear();
             self.as_of = core.writes_in_place;
         }
     }
@@ -213,7 +244,7 @@ impl SegmentData {
 
     /// Requests a piece, or takes it.
     fn take_piece<D: Disk>(&mut self, core: &mut Core<D>, first: u64) -> Result<(), StoreError> {
-        let taken = self.take(core, self.piece_of(first));
+        let taken = self.take(core, self.piece_of(first), &|_| true);
         let piece = match taken {
             Err(LACKING) => Piece::Awaited,
             taken => taken.map_or(Piece::Unreadable, Piece::Here),
@@ -224,20 +255,30 @@ impl SegmentData {
     }
 
     /// Requests a block without its piece, or takes it, if it is not here.
-    fn take_alone<D: Disk>(&mut self, core: &mut Core<D>, place: u64) -> Result<(), StoreError> {
+    fn take_alone<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        place: u64,
+        is_expected: &dyn Fn(&[u8]) -> bool,
+    ) -> Result<(), StoreError> {
         if self.in_piece(place).is_none() {
-            let block = self.take(core, Stretch { first: place, blocks: 1 })?;
+            let block = self.take(core, Stretch { first: place, blocks: 1 }, is_expected)?;
             self.ahead.insert(place, block);
         }
         Ok(())
     }
 
-    fn take<D: Disk>(&self, core: &mut Core<D>, stretch: Stretch) -> Result<Bytes, StoreError> {
+    fn take<D: Disk>(
+        &self,
+        core: &mut Core<D>,
+        stretch: Stretch,
+        is_expected: &dyn Fn(&[u8]) -> bool,
+    ) -> Result<Bytes, StoreError> {
         if !self.is_cached {
-            return core.take_once(stretch);
+            return core.take_once(stretch, is_expected);
         }
         let mut bytes = vec![0; stretch.bytes()];
-        core.take_beside(stretch.first, &mut bytes)?;
+        core.take_beside(stretch.first, &mut bytes, is_expected)?;
         Ok(bytes.into())
     }
 }
@@ -280,7 +321,7 @@ mod tests {
     ) -> (usize, usize) {
         let (mut all, mut most) = (0, 0);
         for _ in 0..100 {
-            core.fetches.begin(Owner::Background(ReplicaGuid(1)));
+            core.fetches.begin(Owner::Background(ReplicaGuid(1)), 0);
             look(data, core);
             let waits = core.fetches.end().is_some();
             assert!(held_bytes(data) <= HELD_MAX + (1 << 20), "{}", held_bytes(data));
@@ -301,6 +342,7 @@ mod tests {
     fn what_is_held_of_a_segment_is_bounded_and_little_is_requested_at_once() {
         let disk = MemoryDisk::new(128 << 20);
         let mut pool = pool(&disk);
+        let zeroes = crc32c(&[0; BLOCK_SIZE]);
         for (blocks, in_order) in [(1024, false), (8192, true), (8192, false)] {
             let range = 3000..3000 + blocks;
             let mut data = SegmentData::of(&pool.core, range.clone(), false);
@@ -321,7 +363,7 @@ mod tests {
                 let places = range.clone().skip(step).step_by(blocks as usize / 256);
                 let looked = look(&mut pool.core, &mut data, |data, core| {
                     for place in places.clone() {
-                        let _ = data.look_ahead(core, place);
+                        let _ = data.look_ahead(core, place, zeroes);
                     }
                 });
                 if alone {
@@ -331,7 +373,10 @@ mod tests {
                 }
                 for place in places {
                     assert!(data.has(&pool.core, place));
-                    assert_eq!(data.block(&pool.core, place).expect("a block").len(), BLOCK_SIZE);
+                    assert_eq!(
+                        data.block(&pool.core, place, zeroes).expect("a block").len(),
+                        BLOCK_SIZE
+                    );
                 }
                 data.end_of_step();
                 assert!(held_bytes(&data) <= HELD_MAX);
@@ -344,15 +389,16 @@ mod tests {
         let disk = MemoryDisk::new(128 << 20);
         let mut pool = pool(&disk);
         disk.break_block(3010);
+        let zeroes = crc32c(&[0; BLOCK_SIZE]);
         let mut data = SegmentData::of(&pool.core, 3000..4000, false);
         look(&mut pool.core, &mut data, |data, core| {
             for place in 3000..4000 {
-                let _ = data.look_ahead(core, place);
+                let _ = data.look_ahead(core, place, crc32c(&[0; BLOCK_SIZE]));
             }
         });
         for place in 3000..4000 {
             assert_eq!(data.has(&pool.core, place), place != 3010);
-            assert_eq!(data.block(&pool.core, place).is_ok(), place != 3010);
+            assert_eq!(data.block(&pool.core, place, zeroes).is_ok(), place != 3010);
         }
     }
 }

@@ -22,8 +22,6 @@ pub struct Base {
     pub root: Root,
     /// The base that shows where this one has no block.
     pub parent: Option<BaseId>,
-    /// Its replica is gone, so nobody but clones looks after it.
-    pub is_left: bool,
     /// Clones and bases that show it.
     users: usize,
 }
@@ -31,7 +29,7 @@ pub struct Base {
 impl Base {
     pub fn new(state: &BaseState) -> Self {
         let BaseState { lsn, blocks, root, parent, .. } = *state;
-        Base { lsn, blocks, root, parent, is_left: false, users: 0 }
+        Base { lsn, blocks, root, parent, users: 0 }
     }
 
     fn state(&self, snapshot: SnapshotId) -> BaseState {
@@ -94,9 +92,10 @@ impl Bases {
     }
 
     /// The base and those behind it, at most [`BASES_DEEP_MAX`].
-    pub fn line(&self, first: Option<BaseId>) -> impl Iterator<Item = &Base> {
-        let next = |base: &&Base| base.parent.and_then(|id| self.all.get(&id));
-        std::iter::successors(first.and_then(|id| self.all.get(&id)), next).take(BASES_DEEP_MAX)
+    pub fn line(&self, first: Option<BaseId>) -> impl Iterator<Item = (BaseId, &Base)> {
+        let get = |id: BaseId| self.all.get(&id).map(|base| (id, base));
+        let next = move |(_, base): &(BaseId, &Base)| base.parent.and_then(get);
+        std::iter::successors(first.and_then(get), next).take(BASES_DEEP_MAX)
     }
 
     /// Whether the line of bases from here on is whole and short enough to be read.
@@ -111,11 +110,6 @@ impl Bases {
             next = base.parent;
         }
         true
-    }
-
-    /// The replica that keeps these bases is a remnant.
-    pub fn only_clones_show(&mut self, replica: ReplicaGuid) {
-        self.of_mut(replica).for_each(|base| base.is_left = true);
     }
 
     /// How many bases lie one behind the other from here on.

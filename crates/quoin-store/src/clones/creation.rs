@@ -65,9 +65,6 @@ pub fn check_bases<D: Disk>(
     durable: &mut DurableState,
 ) {
     for (guid, replica) in replicas {
-        if is_remnant(replica) {
-            core.bases.only_clones_show(*guid);
-        }
         let Some(base) = replica.family.relatives.base else { continue };
         if core.bases.is_sound(base) {
             continue;
@@ -117,7 +114,7 @@ pub fn make_clone<D: Disk>(
     };
     pool.touch(keeper);
     let Some(replica) = pool.replicas.get_mut(&keeper) else { return Err(UNREADABLE) };
-    if replica.meta.damaged || replica.maintenance.quarantined.is_some() {
+    if !is_sound(replica) {
         return Err(StoreError::Damaged("the replica that has the snapshot of a clone"));
     }
     let Some(kept) = replica.folded.snapshots.iter().find(|s| s.info.id == source.snapshot) else {
@@ -175,19 +172,26 @@ pub fn make_clone<D: Disk>(
     keep_base(pool, keeper, &kept, parent)?;
     pool.core.bases.begin_use(id);
     pool.replicas.insert(guid, clone);
+    pool.core.share_among(pool.replicas.len());
     pool.touch(guid);
     pool.touch(keeper);
     Ok(Cloned::Made)
 }
 
-/// The replica that has a snapshot, as a part of its log or of its map.
+fn is_sound(replica: &Replica) -> bool {
+    !replica.meta.damaged && replica.maintenance.quarantined.is_none()
+}
+
+/// The replica that has a snapshot, as a part of its log or of its map. A pool may have a second one
+/// for a while: a damaged one, and the one that was made in its place.
 fn holder_of<D: Disk>(pool: &Pool<D>, source: &CloneSource) -> Option<ReplicaGuid> {
     let has = |replica: &Replica| {
         replica.identity.volume == source.volume
             && !is_remnant(replica)
             && replica.snapshots.iter().any(|s| s.id == source.snapshot && !s.hidden)
     };
-    pool.replicas.iter().find(|(_, replica)| has(replica)).map(|(guid, _)| *guid)
+    let holders = pool.replicas.iter().filter(|(_, replica)| has(replica));
+    holders.min_by_key(|(_, replica)| !is_sound(replica)).map(|(guid, _)| *guid)
 }
 
 /// Makes a snapshot a base, in memory and in the record that is on its way.
@@ -248,7 +252,6 @@ pub fn leave_remnant<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid) -> Result<(
         Record::Retired(guid),
     ])?;
     become_remnant(replica);
-    core.bases.only_clones_show(guid);
     core.tickets.request();
     pool.victim.set(None);
     pool.drop_calls(guid);

@@ -8,6 +8,9 @@
 //! The base is given up once a record without it is in the ring: its replica may then record that it
 //! keeps it no more. What cannot be read of the base is lost in the clone, and is asked of a peer.
 
+use std::collections::BTreeMap;
+
+use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::StoreError;
 use quoin_types::{BLOCK_SIZE, Lsn, crc32c, mutant};
 
@@ -15,20 +18,23 @@ use crate::background::cleaner;
 use crate::background::relocation::{self, MovedBlock};
 use crate::clones::bases::BASES_DEEP_MAX;
 use crate::clones::lookup::{self, first_of, shows_base};
-use crate::core::{BadBlock, Core};
+use crate::core::{BadBlock, Core, NodeIo};
 use crate::disk::Disk;
 use crate::format::node::{BAD_PLACE, BlockAt, LEAF_BLOCKS, LOST_PLACE, Root};
 use crate::format::relatives::BaseId;
-use crate::map::tree::{self, Change, Edit};
-use crate::replica::Replica;
+use crate::map::tree::{self, Change, Edit, Part};
+use crate::replica::{Replica, may_lack};
+use crate::space::segments::Claim;
 
 /// Longest hole that one step takes over.
 const HOLE_BLOCKS_MAX: u64 = 1 << 30;
 
 /// How far a clone has come.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 pub struct Flatten {
     cursor: u64,
+    /// Blocks of the next step that were read ahead, by their places.
+    ahead: BTreeMap<u64, Bytes>,
 }
 
 /// What a step takes over.
@@ -73,6 +79,8 @@ fn next_to_flatten<D: Disk>(
     base: BaseId,
     cursor: u64,
 ) -> Result<Stretch, StoreError> {
+    let step_nodes = core.options.step_nodes.max(1);
+    let roots = roots_over_base(replica, core);
     let mut io = replica.io(core);
     let parts = lookup::next_of_bases(&mut io, 0, cursor)?;
     let Some((start, hole_end)) = first_of(&parts, cursor) else { return Ok(Stretch::End) };
@@ -82,11 +90,36 @@ fn next_to_flatten<D: Disk>(
     lookup::blocks_of(&mut io, base, start, &mut found, BASES_DEEP_MAX)?;
     Ok(match hole_end {
         Some(end) => {
-            let end = end.min(start.saturating_add(HOLE_BLOCKS_MAX));
+            let mut end = end.min(start.saturating_add(HOLE_BLOCKS_MAX));
+            // All leaves of its own in there are looked at.
+            for root in roots {
+                end = end_of_leaves(&mut io, root, (start, end), step_nodes)?;
+            }
             Stretch::Hole { start, end, version: found[0].version }
         }
         None => Stretch::Leaf { start, found },
     })
+}
+
+/// Where the first so many leaves of a map end that are in a stretch, or the stretch itself does.
+fn end_of_leaves<D: Disk>(
+    io: &mut NodeIo<'_, D>,
+    root: Root,
+    (start, end): (u64, u64),
+    leaves_max: usize,
+) -> Result<u64, StoreError> {
+    let (mut at, mut leaves) = (start, 0);
+    while let Some(part) = tree::next_part(io, root, 0, at)? {
+        if part.range().0 >= end {
+            break;
+        }
+        at = part.range().1;
+        leaves += usize::from(matches!(part, Part::Leaf { .. }));
+        if leaves == leaves_max {
+            return Ok(end.min(at));
+        }
+    }
+    Ok(end)
 }
 
 /// Roots of all views that may show the base.
@@ -106,23 +139,26 @@ fn shown_of_base<D: Disk>(
     count: usize,
 ) -> Result<Vec<bool>, StoreError> {
     let (mut shown, mut own) = (vec![false; count], vec![BlockAt::default(); count]);
+    let mut lacking = Ok(());
     for root in roots_over_base(replica, core) {
-        tree::blocks(&mut replica.io(core), root, start, &mut own)?;
+        let looked = tree::blocks(&mut replica.io(core), root, start, &mut own);
+        lacking = lacking.and(may_lack(looked)?);
         for (shown, block) in shown.iter_mut().zip(&own) {
             *shown |= shows_base(block);
         }
     }
-    Ok(shown)
+    lacking.map(|()| shown)
 }
 
 /// Takes over some of the base.
 pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
-    let (Some(Flatten { cursor }), Some(base)) =
-        (replica.maintenance.flatten, replica.family.relatives.base)
+    let (Some(Flatten { cursor, ahead }), Some(base)) =
+        (&mut replica.maintenance.flatten, replica.family.relatives.base)
     else {
         replica.maintenance.flatten = None;
         return Ok(());
     };
+    let (cursor, ahead) = (*cursor, std::mem::take(ahead));
     replica.map_changed(core);
     let end = match next_to_flatten(replica, core, base, cursor)? {
         Stretch::Hole { start, end, version } => {
@@ -132,7 +168,7 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), St
             end
         }
         Stretch::Leaf { start, found } => {
-            take_over(replica, core, start, &found)?;
+            take_over(replica, core, start, &found, ahead)?;
             start + found.len() as u64
         }
         Stretch::End => {
@@ -140,7 +176,7 @@ pub fn step<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), St
             return Ok(());
         }
     };
-    replica.maintenance.flatten = Some(Flatten { cursor: end });
+    replica.maintenance.flatten = Some(Flatten { cursor: end, ahead: BTreeMap::new() });
     replica.maintenance.dirty = true;
     Ok(())
 }
@@ -150,6 +186,7 @@ fn take_over<D: Disk>(
     core: &mut Core<D>,
     start: u64,
     found: &[BlockAt],
+    mut ahead: BTreeMap<u64, Bytes>,
 ) -> Result<(), StoreError> {
     let shown = shown_of_base(replica, core, start, found.len())?;
     let (mut edits, mut moved) = (Vec::new(), Vec::new());
@@ -160,11 +197,13 @@ fn take_over<D: Disk>(
             0 if version == 0 => continue,
             0 => Change::FillHole { version },
             _ => {
-                let bytes = read_good(core, block);
                 let crc_at = moved.len() as u32;
-                match bytes {
-                    Some(bytes) => {
-                        moved.push(MovedBlock { lba, version, crc, name: 0, bytes });
+                // What was read ahead is a hint: only the disk says that it is bad.
+                let as_moved = |bytes| MovedBlock::of(lba, version, crc, 0, bytes);
+                let read_ahead = ahead.remove(&place).and_then(as_moved);
+                match read_ahead.or_else(|| read_block(core, block).and_then(as_moved)) {
+                    Some(block) => {
+                        moved.push(block);
                         Change::Fill { version, place: 0, crc_at }
                     }
                     None => {
@@ -181,8 +220,8 @@ fn take_over<D: Disk>(
         return Ok(());
     }
     let places =
-        relocation::write_moved(replica, core, &moved, relocation::naming(replica), false)?;
-    let mut crcs: Vec<u32> = moved.iter().map(|block| block.crc).collect();
+        relocation::write_moved(replica, core, &moved, relocation::naming(replica), Claim::Spare)?;
+    let mut crcs: Vec<u32> = moved.iter().map(MovedBlock::crc).collect();
     let lost_at = crcs.len() as u32;
     crcs.push(0);
     for edit in &mut edits {
@@ -213,20 +252,35 @@ fn end<D: Disk>(replica: &mut Replica, core: &mut Core<D>, base: BaseId) {
 
 /// Looks at what the next step reads.
 pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
-    let (Some(Flatten { cursor }), Some(base)) =
-        (replica.maintenance.flatten, replica.family.relatives.base)
+    let (Some(Flatten { cursor, .. }), Some(base)) =
+        (&replica.maintenance.flatten, replica.family.relatives.base)
     else {
         return Ok(());
     };
+    let cursor = *cursor;
     let (start, found) = match next_to_flatten(replica, core, base, cursor)? {
         Stretch::Leaf { start, found } => (start, found),
-        Stretch::Hole { .. } | Stretch::End => return Ok(()),
+        Stretch::Hole { start, end, .. } => {
+            return cleaner::look_ahead_of_views(replica, core, &[(start, end)]);
+        }
+        Stretch::End => return Ok(()),
     };
-    let shown = shown_of_base(replica, core, start, found.len())?;
-    let mut lacking = Ok(());
-    let mut buffer = vec![0; BLOCK_SIZE];
+    let stretch = (start, start + found.len() as u64);
+    let views = may_lack(cleaner::look_ahead_of_views(replica, core, &[stretch]))?;
+    let shown = shown_of_base(replica, core, start, found.len());
+    let mut lacking = views;
+    let shown = shown?;
+    let Some(Flatten { ahead, .. }) = &mut replica.maintenance.flatten else { return lacking };
     for (block, _) in found.iter().zip(shown).filter(|(block, shown)| *shown && is_there(block)) {
-        lacking = lacking.and(core.read_beside(block.place, &mut buffer));
+        let is_it = |bytes: &[u8]| crc32c(bytes) == block.crc;
+        if ahead.get(&block.place).is_some_and(|bytes| is_it(bytes)) {
+            continue;
+        }
+        let mut buffer = BytesMut::zeroed(BLOCK_SIZE);
+        match core.take_beside(block.place, &mut buffer, &is_it) {
+            Ok(()) => drop(ahead.insert(block.place, buffer.freeze())),
+            Err(error) => lacking = lacking.and(Err(error)),
+        }
     }
     lacking
 }
@@ -235,9 +289,9 @@ fn is_there(block: &BlockAt) -> bool {
     !matches!(block.place, 0 | BAD_PLACE | LOST_PLACE)
 }
 
-/// The bytes of a block, if they can be read and are what they were.
-fn read_good<D: Disk>(core: &Core<D>, block: &BlockAt) -> Option<bytes::Bytes> {
-    let mut bytes = bytes::BytesMut::zeroed(BLOCK_SIZE);
+/// The bytes of a block, if they can be read.
+fn read_block<D: Disk>(core: &Core<D>, block: &BlockAt) -> Option<Bytes> {
+    let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
     let is_read = is_there(block) && core.read(block.place, &mut bytes).is_ok();
-    (is_read && crc32c(&bytes) == block.crc).then(|| bytes.freeze())
+    is_read.then(|| bytes.freeze())
 }

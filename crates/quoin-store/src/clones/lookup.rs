@@ -6,7 +6,7 @@ use quoin_types::{ReplicaGuid, mutant};
 use crate::clones::bases::{BASES_DEEP_MAX, Base};
 use crate::core::{Core, NodeIo};
 use crate::disk::Disk;
-use crate::format::node::{BAD_PLACE, BASE_PLACE, BlockAt, LOST_PLACE, Root};
+use crate::format::node::{BAD_PLACE, BASE_PLACE, BlockAt, HOLE_PLACE, LOST_PLACE, Root};
 use crate::format::relatives::BaseId;
 use crate::map::tree::{self, Part};
 use crate::replica::may_lack;
@@ -56,9 +56,8 @@ fn blocks_over<D: Disk>(
     }
     let Some(base) = base else {
         // A block that went back to a base that is not shown any more is a hole there.
-        for block in out.iter_mut().filter(|block| block.place == BASE_PLACE) {
-            block.place = 0;
-        }
+        let is_hole = |block: &&mut BlockAt| matches!(block.place, BASE_PLACE | HOLE_PLACE);
+        out.iter_mut().filter(is_hole).for_each(|block| block.place = 0);
         return lacking;
     };
     if lacking.is_err() || mutant::is("base-not-looked-at") {
@@ -78,6 +77,7 @@ fn blocks_over<D: Disk>(
         }
         at += run.max(1);
     }
+    out.iter_mut().filter(|block| block.place == HOLE_PLACE).for_each(|block| block.place = 0);
     lacking
 }
 
@@ -114,8 +114,11 @@ pub fn next_parts<D: Disk>(
     cursor: u64,
 ) -> Result<Vec<Part>, StoreError> {
     let mut parts = Vec::new();
-    parts.extend(tree::next_part(io, root, from, cursor)?);
-    parts.extend(next_of_bases(io, from, cursor)?);
+    let own = tree::next_part(io, root, from, cursor).map(|part| parts.extend(part));
+    // What the bases lack is fetched at the same time.
+    let lacking = may_lack(own)?;
+    let below = next_of_bases(io, from, cursor).map(|below| parts.extend(below));
+    lacking.and(may_lack(below)?)?;
     Ok(parts)
 }
 
@@ -125,22 +128,24 @@ pub fn next_of_bases<D: Disk>(
     from: u64,
     cursor: u64,
 ) -> Result<Vec<Part>, StoreError> {
-    let mut parts = Vec::new();
+    let (mut parts, mut lacking) = (Vec::new(), Ok(()));
     for base in bases_of(io.core, io.family.relatives.base) {
         if base.lsn <= from || cursor >= base.blocks {
             continue;
         }
-        let mut part = tree::next_part(io, base.root, from, cursor)?;
+        let mut part = None;
+        let looked = tree::next_part(io, base.root, from, cursor).map(|found| part = found);
+        lacking = lacking.and(may_lack(looked)?);
         if let Some(Part::Hole { end, .. } | Part::Damaged { end, .. }) = &mut part {
             *end = base.blocks.min(*end);
         }
         parts.extend(part.filter(|part| part.range().0 < base.blocks));
     }
-    Ok(parts)
+    lacking.map(|()| parts)
 }
 
 fn bases_of<D>(core: &Core<D>, base: Option<BaseId>) -> Vec<Base> {
-    core.bases.line(base).copied().collect()
+    core.bases.line(base).map(|(_, base)| *base).collect()
 }
 
 /// The first stretch that these parts are about from `cursor` on, `None` if there is none: where it

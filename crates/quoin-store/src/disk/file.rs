@@ -10,10 +10,11 @@
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{BootCookie, IoFault};
@@ -33,6 +34,10 @@ use crate::disk::{Disk, Reader, Syncer};
 const PARTS_MAX: usize = 1024;
 /// What `statfs` says of a file system in memory.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
+/// Time for which a device may be locked by the host's tools: udev holds a lock while it looks at one
+/// that was just closed.
+const LOCK_WAIT: Duration = Duration::from_secs(10);
+const LOCK_POLL: Duration = Duration::from_millis(20);
 /// Bytes that may wait for a sync in this process; more goes to the page cache.
 const HELD_BYTES_MAX: usize = 32 << 20;
 
@@ -43,8 +48,8 @@ pub enum FileDiskError {
     Missing { path: PathBuf },
     #[error("{path} exists already; choose another path, or remove it if nothing on it is needed")]
     Exists { path: PathBuf },
-    #[error("the pool {path} is in use by another process; stop that process first")]
-    Locked { path: PathBuf },
+    #[error("the pool {path} is in use by {holder}; stop that first")]
+    Locked { path: PathBuf, holder: String },
     #[error(
         "the device {path} is in use: a file system on it is mounted, it is part of LVM, RAID or \
          device-mapper, it is swapped to, or another pool serves it; `lsblk {path}` shows by what"
@@ -174,11 +179,7 @@ impl FileDisk {
         if !metadata.is_file() && !is_device {
             return Err(FileDiskError::NotADisk { path: path.into() });
         }
-        match rustix::fs::flock(&file, lock) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(FileDiskError::Locked { path: path.into() }),
-            Err(error) => return Err(explain("locking", path, error.into())),
-        }
+        take_lock(&file, path, lock, if is_device { LOCK_WAIT } else { Duration::ZERO })?;
         // The mode of a device is the system's.
         let is_ours = !is_device && access != OFlags::RDONLY;
         let exposed = is_ours.then(|| close_to_others(&file, &metadata)).flatten();
@@ -234,6 +235,49 @@ impl FileDisk {
     /// Whether other users of the host could open the file when it was opened.
     pub fn exposed(&self) -> Option<Exposed> {
         self.exposed
+    }
+}
+
+/// Locks a pool's file or device.
+fn take_lock(
+    file: &File,
+    path: &Path,
+    lock: FlockOperation,
+    patience: Duration,
+) -> Result<(), FileDiskError> {
+    let until = Instant::now() + patience;
+    loop {
+        match rustix::fs::flock(file, lock) {
+            Ok(()) => return Ok(()),
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOCK_POLL),
+            Err(Errno::WOULDBLOCK) => {
+                let table = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+                let holder = lock_holder(&table, file);
+                let holder = holder.unwrap_or_else(|| "another process".to_owned());
+                return Err(FileDiskError::Locked { path: path.into(), holder });
+            }
+            Err(error) => return Err(explain("locking", path, error.into())),
+        }
+    }
+}
+
+/// The process that holds a lock of this file, by the kernel's table: `udevd (process 7)`.
+fn lock_holder(table: &str, file: &File) -> Option<String> {
+    let metadata = file.metadata().ok()?;
+    let (device, inode) = (metadata.dev(), metadata.ino());
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let place = format!("{major:02x}:{minor:02x}:{inode}");
+    // "1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF"; a process that waits has "->" before it.
+    let pid = table.lines().find_map(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        let is_held = words.next()? == "FLOCK";
+        let pid = words.nth(2)?;
+        (is_held && words.next()? == place).then_some(pid)
+    })?;
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    match name.trim() {
+        "" => Some(format!("process {pid}")),
+        name => Some(format!("{name} (process {pid})")),
     }
 }
 

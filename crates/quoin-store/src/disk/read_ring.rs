@@ -24,7 +24,7 @@ use crate::disk::aligned_memory::AlignedMemory;
 use crate::disk::fetch::{Fetch, UNDER_WAY_MAX};
 use crate::disk::file::{FileDisk, fault, lay_over};
 
-/// How long to wait where the kernel has no memory for a read and none is under way.
+/// How soon the kernel is told again of reads for which it had no memory.
 const NO_MEMORY_REST: Duration = Duration::from_millis(1);
 
 /// A read that ended.
@@ -103,24 +103,34 @@ impl ReadRing {
         // SAFETY: the memory is on the heap and owned by `under_way`, from which it is taken only
         // with the read's result; the disk keeps the descriptor open; and both outlive the ring,
         // which waits for all reads when it is dropped.
-        while unsafe { self.ring.submission().push(&entry) }.is_err() {
-            self.submit();
+        if unsafe { self.ring.submission().push(&entry) }.is_ok() {
+            return;
+        }
+        self.submit();
+        // SAFETY: as above.
+        if unsafe { self.ring.submission().push(&entry) }.is_err() {
+            // The kernel takes none for want of memory, and has not been told of this one.
+            self.read_plainly(id);
         }
     }
 
-    /// Hands all that was begun to the kernel.
+    /// Hands all that was begun to the kernel. What it has no memory for is left for the next time
+    /// ([`ReadRing::retry_in`]): nobody waits here.
     pub fn submit(&mut self) {
         while self.is_unsubmitted {
             match self.ring.submit() {
                 Ok(_) => self.is_unsubmitted = !self.ring.submission().is_empty(),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 // No memory for a request, or results that wait to be taken.
-                Err(_) => {
-                    self.take_results();
-                    std::thread::sleep(NO_MEMORY_REST);
-                }
+                Err(_) => return self.take_results(),
             }
         }
+    }
+
+    /// How soon [`ReadRing::next_ended`] or [`ReadRing::submit`] is to be called, whatever ends: the
+    /// kernel was not told of all reads yet.
+    pub fn retry_in(&self) -> Option<Duration> {
+        self.is_unsubmitted.then_some(NO_MEMORY_REST)
     }
 
     /// The next read that ended.

@@ -279,8 +279,8 @@ pub struct Checkpoint {
 
 /// Logical places of a replica ([`crate::space::logical`]) as of some commit.
 ///
-/// In a checkpoint it follows the shadow, before the table: a byte that no root begins with, the
-/// root, the next number (4), a count and so many [`MovedOnDisk`].
+/// In a checkpoint it follows the shadow: a flag (1) and, where that is set, the root, the next number
+/// (4), a count and so many [`MovedOnDisk`].
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct LogicalState {
     /// Map from logical blocks to where clean-up moved them.
@@ -315,14 +315,10 @@ struct MovedOnDisk {
 }
 const _: () = assert!(size_of::<MovedOnDisk>() == 20);
 
-/// A byte that no root begins with: levels are few.
-const LOGICAL_MARK: u8 = 0xff;
-const _: () = assert!(LOGICAL_MARK > LEVEL_MAX);
-
 /// Segments that are listed in nodes: a map from units to segments, as of some commit.
 ///
-/// In a checkpoint it follows the shadow where there is one: the root, then a count and so many
-/// [`RemovedOnDisk`], then a byte that is 1 where the counters are too high.
+/// In a checkpoint it follows the logical places: a flag (1) and, where that is set, the root, a count
+/// and so many [`RemovedOnDisk`], then a byte that is 1 where the counters are too high.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct TableState {
     pub root: Root,
@@ -540,9 +536,8 @@ impl Checkpoint {
         if let Some(shadow) = &self.shadow {
             encode_shadow(shadow, out);
         }
-        // Only where there are any: older forms of the record end here.
+        out.put_flag(self.logical.is_some());
         if let Some(logical) = &self.logical {
-            put(out, &LOGICAL_MARK);
             encode_root(&logical.root, out);
             put(out, &U32::new(logical.next));
             out.put_count(logical.moved.len());
@@ -551,6 +546,7 @@ impl Checkpoint {
                 put(out, &MovedOnDisk { block, place, crc });
             }
         }
+        out.put_flag(self.table.is_some());
         if let Some(table) = &self.table {
             encode_table(table, out);
         }
@@ -573,10 +569,13 @@ impl Checkpoint {
                 false => None,
                 true => Some(decode_shadow(r)?),
             },
-            logical: decode_logical(r)?,
-            table: match r.remaining() {
-                0 => None,
-                _ => Some(decode_table(r)?),
+            logical: match r.bool("logical places")? {
+                false => None,
+                true => Some(decode_logical(r)?),
+            },
+            table: match r.bool("segment table")? {
+                false => None,
+                true => Some(decode_table(r)?),
             },
         };
         r.end("checkpoint")?;
@@ -610,17 +609,13 @@ fn decode_shadow(r: &mut Reader) -> Result<ShadowState, Malformed> {
     })
 }
 
-fn decode_logical(r: &mut Reader) -> Result<Option<LogicalState>, Malformed> {
-    if r.peek() != Some(LOGICAL_MARK) {
-        return Ok(None);
-    }
-    r.u8("logical places")?;
+fn decode_logical(r: &mut Reader) -> Result<LogicalState, Malformed> {
     let (root, next) = (decode_root(r)?, r.u32("logical places")?);
     let moved = (0..r.count(size_of::<MovedOnDisk>(), "moved blocks")?).map(|_| {
         let raw = read!(r, MovedOnDisk, "moved blocks");
         Ok(MovedState { block: raw.block.get(), place: raw.place.get(), crc: raw.crc.get() })
     });
-    Ok(Some(LogicalState { root, next, moved: moved.collect::<Result<_, _>>()? }))
+    Ok(LogicalState { root, next, moved: moved.collect::<Result<_, _>>()? })
 }
 
 fn encode_table(table: &TableState, out: &mut BytesMut) {

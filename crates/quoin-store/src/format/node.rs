@@ -131,6 +131,9 @@ pub const BAD_PLACE: u64 = u64::MAX;
 pub const LOST_PLACE: u64 = u64::MAX - 1;
 /// The place of a block whose content is that of the replica's base, with a version of its own.
 pub const BASE_PLACE: u64 = u64::MAX - 2;
+/// The place of a block of a clone that was never written, where its base, which shows elsewhere, does
+/// not say so: the map of the base is damaged there, and a peer knows.
+pub const HOLE_PLACE: u64 = u64::MAX - 3;
 
 /// A version of the map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -117,7 +117,7 @@ pub enum Record {
     Retired(ReplicaGuid),
     Create(ReplicaIdentity),
     /// Its volume is described anew. Written only where that changed; the next whole statement
-    /// of the ring has it in [`Record::Create`], as every version reads it.
+    /// of the ring has it in [`Record::Create`].
     Describe(ReplicaGuid, Bytes),
     /// With min(stable, durable) as it was then: the log must reach that far.
     Meta(ReplicaGuid, Box<ReplicaMeta>, Lsn),
@@ -131,11 +131,9 @@ pub enum Record {
         keep: Lsn,
     },
     Delete(ReplicaGuid),
-    /// The mark of the pool. Written first when it is raised first: builds of before know no
-    /// such record and refuse the pool.
+    /// The mark of the pool. Written first when it is raised first.
     Mark(u64),
-    /// Its place among clones. Written first for the first clone of a pool: builds of before know
-    /// no such record and refuse the pool.
+    /// Its place among clones. Written first for the first clone of a pool.
     Relatives(ReplicaGuid, Bytes),
 }
 

@@ -25,9 +25,7 @@ use crate::format::node::{
 use crate::format::record::{Record, UNKNOWN_RECORD};
 use crate::format::relatives::{BaseId, BaseState, RelativesState};
 use crate::format::segment::{decode_header, segment_header};
-use crate::format::superblock::{
-    FORMAT_VERSION, Features, FormatOptions, SECOND_EDITION, Superblock, THIRD_EDITION,
-};
+use crate::format::superblock::{FORMAT_VERSION, Features, FormatOptions, Superblock};
 use crate::log::history::Head;
 use crate::metadata::ring::Ring;
 use crate::metadata::state::DurableState;
@@ -49,9 +47,7 @@ fn superblock() -> Superblock {
     let options =
         FormatOptions { unit_blocks: 32, keeps_space: true, ..FormatOptions::new(PoolId(0x9001)) };
     let fit = Superblock::new(12 << 20, &options).expect("a fit pool");
-    // As it was before there were incompatible features.
-    let features = Features { incompat: 0, ..fit.features };
-    Superblock { starts: 5, features, ..fit }
+    Superblock { starts: 5, ..fit }
 }
 
 fn member(n: u128) -> Member {
@@ -110,7 +106,7 @@ fn clients() -> ClientTable {
         table.apply(Lsn(50), &EntryKind::BeginClient { client }, None);
     }
     let origin = Origin { client: ClientId(7), number: 12, low: 11 };
-    let part = Part { origin, index: 0, is_last: false };
+    let part = Part { origin, end: 31, is_last: false };
     table.apply(Lsn(60), &EntryKind::Write, Some(&part));
     table
 }
@@ -200,14 +196,14 @@ fn records() -> Vec<(&'static str, Record)> {
         guid,
         volume_spec: Bytes::from_static(b"name: db"),
     };
-    let bare = Record::Meta(guid, Box::default(), Lsn(0));
+    let empty = Record::Meta(guid, Box::default(), Lsn(0));
     vec![
         ("ring-1-retired", Record::Retired(guid)),
         ("ring-2-create", Record::Create(identity)),
         ("ring-3-meta", Record::Meta(guid, Box::new(meta()), Lsn(95))),
-        ("ring-3-meta-bare", bare),
+        ("ring-3-meta-empty", empty),
         ("ring-4-checkpoint", Record::Checkpoint(guid, checkpoint().encode())),
-        ("ring-4-checkpoint-bare", Record::Checkpoint(guid, Checkpoint::default().encode())),
+        ("ring-4-checkpoint-empty", Record::Checkpoint(guid, Checkpoint::default().encode())),
         ("ring-4-checkpoint-table", Record::Checkpoint(guid, with_table().encode())),
         (
             "ring-4-checkpoint-logical",
@@ -267,7 +263,7 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
             }
             if let Record::Checkpoint(_, bytes) = read {
                 let meant = match name.rsplit('-').next() {
-                    Some("bare") => Checkpoint::default(),
+                    Some("empty") => Checkpoint::default(),
                     Some("table") if name.contains("logical") => with_logical(with_table()),
                     Some("table") => with_table(),
                     Some("logical") => with_logical(checkpoint()),
@@ -289,12 +285,6 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
 fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() {
     let superblock = superblock();
     recorded().holds("superblock", &superblock.encode());
-    let features = Features { incompat: SECOND_EDITION, ..superblock.features };
-    let second = Superblock { features, ..superblock };
-    recorded().holds("superblock-second-edition", &second.encode());
-    let features = Features { incompat: SECOND_EDITION | THIRD_EDITION, ..superblock.features };
-    let third = Superblock { features, ..superblock };
-    recorded().holds("superblock-third-edition", &third.encode());
     let header = segment_header(&superblock, ReplicaGuid(0xa), &segment(8, Stream::Moved));
     recorded().holds("segment-header", &header);
     let header = segment_header(&superblock, ReplicaGuid(0xa), &numbered());
@@ -320,21 +310,10 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
     disk.read_at((superblock.rings()[0] + half) * 4096, &mut blocks).expect("a read");
     recorded().holds("half-of-the-ring-with-its-note", &blocks);
     for version in versions() {
-        for (name, meant) in [
-            ("superblock", superblock),
-            ("superblock-second-edition", second),
-            ("superblock-third-edition", third),
-        ] {
-            let read = Superblock::decode(&version.read(name)).expect("of a known version");
-            assert_eq!(read, Some(meant));
-        }
+        let read = Superblock::decode(&version.read("superblock")).expect("of a known version");
+        assert_eq!(read, Some(superblock));
         let disk = MemoryDisk::new(12 << 20);
         let at = (superblock.rings()[1] + half) * 4096;
-        // As it was before halves had notes.
-        let recorded = version.read("blocks-of-the-ring");
-        disk.write_at(at, &[std::io::IoSlice::new(&recorded)]).expect("a write");
-        let (_, found) = Ring::open(&disk, &superblock).expect("the mirror");
-        assert_eq!(found, [Bytes::new(), Bytes::from(vec![0x77; 5000])]);
         let noted = version.read("half-of-the-ring-with-its-note");
         let (records, note) = noted.split_at(3 * 4096);
         disk.write_at(at, &[std::io::IoSlice::new(records)]).expect("a write");
@@ -475,7 +454,6 @@ fn a_pool_with_unknown_compatible_features_is_opened_and_they_are_kept() {
     for bit in 0..64 {
         for word in [0, 1] {
             let features = match word {
-                0 if 1 << bit & (SECOND_EDITION | THIRD_EDITION) != 0 => continue,
                 0 => Features { incompat: 1 << bit, ..Features::default() },
                 _ => Features { ro_compat: 1 << bit, ..Features::default() },
             };

@@ -17,10 +17,9 @@ pub const FIRST: u8 = 1;
 pub const LAST: u8 = 2;
 /// Flag of a state that was not on media yet when the half before it was still in use.
 pub const AHEAD: u8 = 4;
-/// Flag of a state whose half ends with a note once the other half has taken over from it.
-pub const NOTED: u8 = 8;
-/// Flag of that note, a record without payload.
-pub const SUCCEEDED: u8 = 16;
+/// Flag of the note that a half ends with once the other one has taken over: a record without
+/// payload.
+pub const SUCCEEDED: u8 = 8;
 
 /// A block of the ring on disk.
 ///
@@ -31,7 +30,7 @@ pub const SUCCEEDED: u8 = 16;
 /// | 8 | 8 | generation |
 /// | 16 | 4 | index of the block in its half |
 /// | 20 | 2 | bytes of payload |
-/// | 22 | 1 | 1: first block of a record, 2: last, 4: of a state written ahead, 8: of a state whose half notes its end, 16: that note |
+/// | 22 | 1 | 1: first block of a record, 2: last, 4: of a state written ahead, 8: the note that the other half has taken over |
 /// | 23 | 1 | zero |
 /// | 24 | 4072 | payload |
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

@@ -18,8 +18,8 @@ use crate::error::PoolError;
 
 /// `QUOINPL1`: the first bytes of every superblock.
 pub const SUPERBLOCK_MAGIC: [u8; 8] = *b"QUOINPL1";
-/// Readers refuse a greater one.
-pub const FORMAT_VERSION: u32 = 1;
+/// Readers refuse any other one. Version 1 was that of builds before the first release.
+pub const FORMAT_VERSION: u32 = 2;
 /// Units of a large segment.
 pub const LARGE_UNITS: u32 = 8;
 /// The name of the block checksum in the superblock: CRC32C.
@@ -32,7 +32,7 @@ const SMALLEST_POOL_UNITS: u64 = 16;
 /// | offset | size | field |
 /// |---|---|---|
 /// | 0 | 8 | `QUOINPL1` |
-/// | 8 | 4 | format version; a reader refuses a greater one |
+/// | 8 | 4 | format version; a reader refuses any other one |
 /// | 12 | 4 | block checksum: 1 = CRC32C |
 /// | 16, 24, 32 | 8 each | feature words compat, ro-compat, incompat |
 /// | 40 | 16 | pool id |
@@ -134,15 +134,9 @@ pub struct FormatOptions {
 
 /// A compatible feature, see [`FormatOptions::keeps_space`].
 pub const KEEPS_SPACE: u64 = 1;
-/// An incompatible feature: records may name a table of segments.
-pub const SECOND_EDITION: u64 = 1;
-/// An incompatible feature: leaves may name blocks by logical places.
-pub const THIRD_EDITION: u64 = 2;
-/// A compatible feature of a pool of before: a build that knows logical places has opened it once.
-/// With the next opening it has them, so that an update of the program can be taken back.
-pub const THIRD_EDITION_NEXT: u64 = 2;
-/// Incompatible features that this build knows.
-const KNOWN_INCOMPAT: u64 = SECOND_EDITION | THIRD_EDITION;
+/// Incompatible features that this build knows. There are none: all that a pool has belongs to its
+/// format version.
+const KNOWN_INCOMPAT: u64 = 0;
 const UNIT_BLOCKS_MAX: u32 = 1 << 16;
 /// Blocks of a unit unless the pool is made otherwise.
 const UNIT_BLOCKS: u32 = 1024;
@@ -187,7 +181,6 @@ impl Superblock {
             pool: options.pool,
             features: Features {
                 compat: if options.keeps_space { KEEPS_SPACE } else { 0 },
-                incompat: SECOND_EDITION | THIRD_EDITION,
                 ..Features::default()
             },
             blocks,
@@ -204,20 +197,6 @@ impl Superblock {
             });
         }
         Ok(superblock)
-    }
-
-    /// Returns true if leaves may name blocks by logical places.
-    pub fn has_logical_places(&self) -> bool {
-        self.features.incompat & THIRD_EDITION != 0
-    }
-
-    /// Notes that this build opens the pool: see [`THIRD_EDITION_NEXT`].
-    pub fn opened_again(&mut self) {
-        match self.features.compat & THIRD_EDITION_NEXT {
-            _ if self.has_logical_places() => {}
-            0 => self.features.compat |= THIRD_EDITION_NEXT,
-            _ => self.features.incompat |= THIRD_EDITION,
-        }
     }
 
     /// First blocks of the metadata ring and of its mirror.
@@ -272,6 +251,9 @@ impl Superblock {
         }
         let (version, features) = (raw.version.get(), Features::from(raw.features));
         let unknown = features.incompat & !KNOWN_INCOMPAT | features.ro_compat;
+        if version < FORMAT_VERSION {
+            return Err(PoolError::Older { version });
+        }
         if version > FORMAT_VERSION || raw.checksum.get() != CHECKSUM_CRC32C || unknown != 0 {
             return Err(PoolError::Newer { version });
         }
@@ -295,15 +277,6 @@ impl Superblock {
     /// Writes the copies of this start: one slot of the ring of two, at both ends.
     pub fn write<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
         self.places().try_for_each(|block| self.write_to(disk, block))
-    }
-
-    /// Changes the copies of this start. Each is on media before the next is written, so a power
-    /// cut spoils one of them at most.
-    pub fn rewrite<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
-        self.places().try_for_each(|block| {
-            self.write_to(disk, block)?;
-            disk.sync().map_err(StoreError::Io)
-        })
     }
 
     /// Where the copies of this start are.
@@ -357,7 +330,6 @@ impl Superblock {
 mod tests {
     use super::*;
     use crate::MemoryDisk;
-    use crate::testing::memory_disk::DiskEvent;
 
     #[test]
     fn a_superblock_is_found_while_one_copy_is_left() {
@@ -377,42 +349,6 @@ mod tests {
     }
 
     #[test]
-    fn a_power_cut_that_spoils_what_is_not_on_media_of_a_rewrite_leaves_the_start() {
-        let disk = MemoryDisk::new(128 << 20);
-        let mut superblock =
-            Superblock::new(disk.size(), &FormatOptions::new(PoolId(7))).expect("a fit pool");
-        superblock.features.incompat = 0;
-        for starts in 1..3 {
-            superblock.starts = starts;
-            superblock.write(&disk).expect("a write");
-        }
-        disk.sync().expect("a sync");
-        let before = disk.fork();
-        superblock.features.incompat = SECOND_EDITION;
-        disk.record();
-        superblock.rewrite(&disk).expect("a rewrite");
-        let events = disk.events();
-        assert!(matches!(events.last(), Some(DiskEvent::Sync)), "all of it is on media");
-        for cut in 0..=events.len() {
-            let (image, mut unsynced) = (before.fork(), Vec::new());
-            for event in &events[..cut] {
-                match event {
-                    DiskEvent::Write { offset, bytes } => {
-                        image.write_at(*offset, &[std::io::IoSlice::new(bytes)]).expect("a write");
-                        unsynced.push(*offset);
-                    }
-                    DiskEvent::Sync => unsynced.clear(),
-                    DiskEvent::Discard { .. } => {}
-                }
-            }
-            // The worst of a torn block: its bytes are neither the former nor the new ones.
-            unsynced.iter().for_each(|offset| image.rot(offset + 20, 0xff));
-            let found = Superblock::read(&image).expect("a superblock");
-            assert_eq!(found.starts, 2, "cut before operation {cut}");
-        }
-    }
-
-    #[test]
     fn other_peoples_disks_and_newer_formats_are_refused_by_name() {
         let disk = MemoryDisk::new(128 << 20);
         assert!(matches!(Superblock::read(&disk), Err(PoolError::Foreign)));
@@ -421,6 +357,22 @@ mod tests {
         superblock.features.incompat = 4;
         superblock.write(&disk).expect("a write");
         assert!(matches!(Superblock::read(&disk), Err(PoolError::Newer { .. })));
+        superblock.features.incompat = 0;
+        for (version, texts) in [
+            (FORMAT_VERSION - 1, ["format 1", "format 2", "quoin pool export"]),
+            (FORMAT_VERSION + 1, ["format 3", "format 2", "newer Quoin"]),
+        ] {
+            let mut block = superblock.encode();
+            block[8..12].copy_from_slice(&version.to_le_bytes());
+            let crc = quoin_types::crc32c(&block[..92]);
+            block[92..96].copy_from_slice(&crc.to_le_bytes());
+            for place in superblock.places() {
+                let part = std::io::IoSlice::new(&block);
+                disk.write_at(place * BLOCK_SIZE as u64, &[part]).expect("a write");
+            }
+            let refused = Superblock::read(&disk).expect_err("another version").to_string();
+            assert!(texts.iter().all(|text| refused.contains(text)), "{refused}");
+        }
         let small = Superblock::new(1 << 20, &FormatOptions::new(PoolId(7)));
         assert!(matches!(small, Err(PoolError::TooSmall { .. })));
     }

@@ -16,6 +16,7 @@ use crate::format::node::{
     BAD_PLACE, BlockAt, Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX,
     LOST_PLACE, Leaf, Node, NodeRef, Root,
 };
+use crate::replica::may_lack;
 
 /// Where nodes come from and go to.
 pub trait Nodes {
@@ -624,6 +625,30 @@ pub fn look_ahead(
             let (until, looked) = reach(nodes, root, at);
             lacking = lacking.and(looked);
             at = until;
+        }
+    }
+    lacking
+}
+
+/// Looks at the nodes that a walk from `cursor` on reads of the next `parts_max` parts, and at their
+/// leaves if it reads these too.
+pub fn look_ahead_of_walk(
+    nodes: &mut impl Nodes,
+    root: Root,
+    from: u64,
+    mut cursor: u64,
+    parts_max: usize,
+    reads_leaves: bool,
+) -> Result<(), StoreError> {
+    let mut lacking = Ok(());
+    for _ in 0..parts_max.max(1) {
+        // Which leaves there are is not known without the node above them.
+        let Some(part) = next_part(nodes, root, from, cursor)? else { break };
+        cursor = part.range().1;
+        if let Part::Leaf { node, .. } = part
+            && reads_leaves
+        {
+            lacking = lacking.and(may_lack(nodes.load(0, &node).map(drop))?);
         }
     }
     lacking

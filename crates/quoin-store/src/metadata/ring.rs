@@ -17,8 +17,7 @@
 //! **note** once the other one has taken over, written before anything is appended there. So the
 //! newer state was whole once, the older half is out of date, and the metadata are lost. An open
 //! that finds a note and goes on with its half all the same, since the newer state does not count
-//! yet, removes the note before it writes that state anew. Versions of before wrote no notes. Behind
-//! their states all of the other half is searched for records of the newer one.
+//! yet, removes the note before it writes that state anew.
 //!
 //! Blocks of states that were never finished stay where they are. So a start writes its state under
 //! a generation that none of them has, even where no first block tells of it any more.
@@ -33,7 +32,7 @@ use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::format::record::LOG_SEGMENT_LENGTH_MAX;
 use crate::format::ring_block::{
-    AHEAD, FIRST, LAST, NOTED, PAYLOAD, RingBlock, SUCCEEDED, blocks_of, encode,
+    AHEAD, FIRST, LAST, PAYLOAD, RingBlock, SUCCEEDED, blocks_of, encode,
 };
 use crate::format::superblock::Superblock;
 
@@ -49,8 +48,6 @@ pub struct Ring {
     /// Until a state was written: blocks of states that an earlier process did not finish may be there,
     /// under generations that nothing tells of.
     has_leftovers: bool,
-    /// Where the other half may hold records behind a state that does not count.
-    leftovers_from: Option<u32>,
     /// Where the half in use has a note of a switch that does not count.
     void_note_at: Option<u32>,
     ahead: Option<Ahead>,
@@ -78,8 +75,6 @@ struct Half {
     next: u32,
     state_blocks: u32,
     is_ahead: bool,
-    /// Its version of Quoin writes notes.
-    is_noted: bool,
     /// Where the note is that the other half has taken over.
     succeeded_at: Option<u32>,
 }
@@ -104,7 +99,6 @@ impl Ring {
             state_blocks: half_blocks,
             generation_max: 0,
             has_leftovers: false,
-            leftovers_from: None,
             void_note_at: None,
             ahead: None,
             ahead_failed: false,
@@ -159,13 +153,11 @@ impl Ring {
                 continue;
             }
             // However old its first block looks: the disk may have lost what was written there.
-            if ahead.is_none() && ring.was_succeeded(disk, &half)? {
+            let is_forgotten = mutant::is("newer-half-of-the-ring-forgotten");
+            if ahead.is_none() && half.succeeded_at.is_some() && !is_forgotten {
                 return Err(PoolError::MetadataLost);
             }
-            match half.is_noted {
-                true => ring.void_note_at = half.succeeded_at,
-                false => ring.leftovers_from = ahead.map(|(_, half): (u64, Half)| half.next),
-            }
+            ring.void_note_at = half.succeeded_at;
             return Ok(ring.found(half));
         }
         // The half before it is lost, and had nothing that is known to be newer.
@@ -177,37 +169,6 @@ impl Ring {
     fn found(mut self, half: Half) -> (Self, Vec<Bytes>) {
         (self.next, self.state_blocks) = (half.next, half.state_blocks);
         (self, half.records)
-    }
-
-    /// Whether the other half has taken over from the one in use.
-    fn was_succeeded<D: Disk>(&self, disk: &D, half: &Half) -> Result<bool, IoFault> {
-        if mutant::is("newer-half-of-the-ring-forgotten") {
-            return Ok(false);
-        }
-        match half.is_noted {
-            true => Ok(half.succeeded_at.is_some()),
-            false => self.was_appended_to(disk, 1 - self.generation % 2),
-        }
-    }
-
-    /// Whether a half holds a record behind its first one that is newer than this generation.
-    fn was_appended_to<D: Disk>(&self, disk: &D, half: u64) -> Result<bool, IoFault> {
-        let mut buffer = vec![0; BLOCK_SIZE];
-        let mut refused = None;
-        for (index, copy) in (1..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
-            let offset = self.block_of(copy, half, index) * BLOCK_SIZE as u64;
-            if let Err(fault) = disk.read_at(offset, &mut buffer) {
-                refused = Some(fault);
-                continue;
-            }
-            let newer = RingBlock::decode(&buffer).filter(|b| {
-                b.generation > self.generation && b.generation % 2 == half && b.index == index
-            });
-            if newer.is_some_and(|block| block.flags & FIRST != 0) {
-                return Ok(true);
-            }
-        }
-        refused.map_or(Ok(false), Err)
     }
 
     fn read_half<D: Disk>(&self, disk: &D) -> Result<Half, IoFault> {
@@ -234,7 +195,6 @@ impl Ring {
                 if found.records.len() == 1 {
                     found.state_blocks = found.next;
                     found.is_ahead = block.flags & AHEAD != 0;
-                    found.is_noted = block.flags & NOTED != 0;
                 }
             }
         }
@@ -341,7 +301,7 @@ impl Ring {
 
     /// Notes in the half in use that the other one takes over: its state is on media.
     fn note_successor<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
-        // A version of before may have filled the half, which has no note then.
+        // A ring that was just formatted has no half in use.
         match self.next < self.half_blocks && !mutant::is("switch-of-the-ring-not-noted") {
             true => self.put(disk, (self.generation, self.next), &[], SUCCEEDED),
             false => Ok(()),
@@ -372,14 +332,11 @@ impl Ring {
         if self.counts_with.is_some() {
             disk.sync().map_err(StoreError::Io)?;
         }
-        if let Some(from) = self.leftovers_from {
-            self.remove_leftovers(disk, generation % 2, from)?;
-        }
         if let Some(at) = self.void_note_at {
             self.remove_note(disk, at)?;
         }
         (self.generation_max, self.ahead) = (generation, None);
-        self.put(disk, (generation, 0), state, NOTED)?;
+        self.put(disk, (generation, 0), state, 0)?;
         disk.sync().map_err(StoreError::Io)?;
         self.note_successor(disk)?;
         self.in_use(generation, blocks_of(state), 0);
@@ -389,15 +346,14 @@ impl Ring {
     fn in_use(&mut self, generation: u64, state_blocks: u32, more_blocks: u32) {
         (self.generation, self.next) = (generation, state_blocks + more_blocks);
         (self.state_blocks, self.ahead_failed) = (state_blocks, false);
-        (self.leftovers_from, self.void_note_at, self.counts_with) = (None, None, None);
+        (self.void_note_at, self.counts_with) = (None, None);
         self.has_leftovers = false;
     }
 
     /// Whether the state is to be written ahead now: half of the room behind the state is used.
     pub fn is_restatement_due(&self) -> bool {
         let (room, left) = (self.half_blocks - self.state_blocks, self.half_blocks - self.next);
-        let is_clean = self.leftovers_from.is_none() && self.void_note_at.is_none();
-        let may = self.ahead.is_none() && !self.ahead_failed && is_clean;
+        let may = self.ahead.is_none() && !self.ahead_failed && self.void_note_at.is_none();
         may && self.counts_with.is_none() && left < room / 2
     }
 
@@ -415,7 +371,7 @@ impl Ring {
             return Ok(());
         }
         self.generation_max = generation;
-        self.put(disk, (generation, 0), state, AHEAD | NOTED)?;
+        self.put(disk, (generation, 0), state, AHEAD)?;
         self.ahead = Some(Ahead { generation, next, with, since: Vec::new() });
         Ok(())
     }
@@ -443,16 +399,6 @@ impl Ring {
         self.in_use(ahead.generation, ahead.next, more);
         self.counts_with = Some(request());
         Ok(())
-    }
-
-    /// Removes records behind a state that does not count: once another state is written before
-    /// them, they would prove that it was whole. The state itself stays whole until they are gone.
-    fn remove_leftovers<D: Disk>(&self, disk: &D, half: u64, from: u32) -> Result<(), StoreError> {
-        let zeroes = vec![0; BLOCK_SIZE];
-        for (index, copy) in (from..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
-            write(disk, self.block_of(copy, half, index), &zeroes)?;
-        }
-        disk.sync().map_err(StoreError::Io)
     }
 
     /// Removes the note of a switch that does not count: once the newer state is written over, it

@@ -19,8 +19,9 @@ use crate::log::memtable::Log;
 use crate::map::tree::{self, Change, Edit};
 use crate::rebuild::sending::{BLOCKS_A_PULL, WINDOW_HOLE_BLOCKS_MAX, WINDOWS_A_PULL};
 use crate::replica::upper::Upper;
-use crate::replica::{Image, Replica, Synced};
+use crate::replica::{Image, Replica, Synced, may_lack};
 use crate::space::logical;
+use crate::space::segments::Claim;
 use crate::space::table::{self, NextStep, Successor};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -241,13 +242,15 @@ pub fn feed<D: Disk>(
             Content::Bad => return Err(StoreError::Rule("an increment carries a bad block")),
             Content::Data { crc, data: bytes } if bytes.len() == BLOCK_SIZE => {
                 let (lba, version, crc) = (slot.lba, slot.version.0, *crc);
-                data.push(MovedBlock { lba, version, crc, name: 0, bytes: bytes.clone() });
+                let block = MovedBlock::of(lba, version, crc, 0, bytes.clone());
+                let block = block.ok_or(StoreError::Rule("a slot without its bytes"))?;
+                data.push(block);
             }
             Content::Data { .. } => return Err(StoreError::Rule("a slot without its block")),
             Content::Hole => {}
         }
     }
-    let places = relocation::write_moved(replica, core, &data, Naming::Place, false)?;
+    let places = relocation::write_moved(replica, core, &data, Naming::Place, Claim::Spare)?;
     let mut written = data.iter().zip(places);
     for slot in slots {
         if slot.blocks == 0 {
@@ -296,7 +299,7 @@ pub fn look_ahead_of_begin<D: Disk>(
 ) -> Result<(), StoreError> {
     match replica.folded.head.position.lsn < from {
         true => checkpoint::look_ahead(replica, core),
-        false => Ok(()),
+        false => table::look_ahead_of_next(replica, core, Successor::AtFlip),
     }
 }
 
@@ -306,7 +309,8 @@ pub fn look_ahead_of_feed<D: Disk>(
     core: &mut Core<D>,
     slots: &[Slot],
 ) -> Result<(), StoreError> {
-    let Some(shadow) = &replica.shadow else { return Ok(()) };
+    let table = may_lack(table::look_ahead_of_next(replica, core, Successor::AtFlip))?;
+    let Some(shadow) = &replica.shadow else { return table };
     let stretch = |slot: &Slot| (slot.lba, slot.lba.saturating_add(slot.blocks.into()));
     let end = shadow.edits.last().map_or(0, |edit| edit.stretch().1);
     let follows = slots.iter().try_fold(end, |end, slot| {
@@ -317,13 +321,24 @@ pub fn look_ahead_of_feed<D: Disk>(
     let before = shadow.edits.last().map(|edit| (edit.lba, edit.blocks));
     let leaves = shadow.leaves + leaves_of(before, slots);
     if follows.is_some() && edits < EDITS_PENDING_MAX && leaves < core.options.step_nodes as u64 {
-        return Ok(());
+        return table;
     }
     let root = shadow.state.root;
     let looked = look_ahead(replica, core);
     let stretches = slots.iter().map(stretch);
     let rest = tree::look_ahead(&mut replica.io(core), root, stretches, LEAVES_A_FEED as usize);
-    looked.and(rest)
+    table.and(looked).and(rest)
+}
+
+/// Looks at the nodes that the end of an increment reads, and a cut: the rest of its map, the map of
+/// moved blocks, and the table of its segments.
+pub fn look_ahead_of_end<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+) -> Result<(), StoreError> {
+    let table = may_lack(table::look_ahead_of_next(replica, core, Successor::AtFlip))?;
+    let moved = may_lack(logical::look_ahead_of_merge(replica, core))?;
+    table.and(moved).and(look_ahead(replica, core))
 }
 
 /// Looks at the nodes that merging what waits reads.
@@ -393,7 +408,7 @@ pub fn prepare<D: Disk>(
     // From here to the flip no block and no node of the shadow may move: what the record
     // will refer to is what the next sync makes durable.
     replica.maintenance.clean = None;
-    logical::merge_moved(replica, core)?;
+    while !logical::merge_moved(replica, core)? {}
     merge(replica, core)?;
     let state = &shadow_of(replica, rebuild)?.state;
     let (empty_start, first_sequence) = (state.from == Lsn::ZERO, state.first_sequence);

@@ -31,7 +31,7 @@ use crate::log::memtable::Log;
 use crate::rebuild::shadow::{self, Shadow};
 use crate::replica::frozen::FrozenViews;
 use crate::replica::upper::{REVERTS_UNFOLDED_MAX, Upper};
-use crate::space::segments::{Family, LogEnd};
+use crate::space::segments::{Claim, Family, LogEnd};
 
 /// Header bytes that a batch may take; more entries become several batches.
 const HEADER_BYTES_MAX: usize = 60 * BLOCK_SIZE;
@@ -91,6 +91,8 @@ pub struct Replica {
     pub maintenance: Maintenance,
     /// Entries of epochs before this one are owed to it: others hold them.
     pub owed_before: Epoch,
+    /// Blocks left of its share since the pool granted room last; `None`: all of it.
+    pub share_left: Option<u32>,
 }
 
 impl Replica {
@@ -119,6 +121,7 @@ impl Replica {
             shadow: None,
             maintenance: Maintenance::default(),
             owed_before: Epoch::ZERO,
+            share_left: None,
         }
     }
 
@@ -181,13 +184,15 @@ impl Replica {
         let (taken, refused) = entries.split_at(self.fitting_reverts(entries));
         let mut rest = taken;
         while !rest.is_empty() {
-            let (trims, owed) = (core.allocator.takes_trims(), core.allocator.takes_owed());
+            let (holes, owed) = (core.allocator.takes_holes(), core.allocator.takes_owed());
             let has_reserve = |e: &SharedEntry| match e.kind {
-                EntryKind::View(_)
-                | EntryKind::DeleteSnapshot { .. }
-                | EntryKind::EndClient { .. } => true,
-                EntryKind::Trim if trims => true,
-                _ => owed && e.epoch < self.owed_before,
+                // A target sequences trims and zeroes only where they are granted.
+                EntryKind::Trim | EntryKind::Zero { .. } if holes => true,
+                EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => {
+                    owed && e.epoch < self.owed_before
+                }
+                // What frees space comes behind others of these: none may wait for room.
+                _ => true,
             };
             let room = self.family.room(&core.superblock, Stream::Log);
             let longest = batch_blocks_max(core.superblock.unit_blocks);
@@ -197,12 +202,16 @@ impl Replica {
             };
             let (now, later) = rest.split_at(count.max(1));
             let first = now.iter().take_while(|e| has_reserve(e)).count();
-            let from_reserve = first == now.len();
-            match self.append_batch(core, now, blocks, from_reserve) {
-                Err(StoreError::Full) if !from_reserve => {
+            let claim = if first == now.len() { Claim::Reserve } else { Claim::Granted };
+            let appended = match claim == Claim::Reserve || self.takes_share(core, blocks) {
+                true => self.append_batch(core, now, blocks, claim),
+                false => Err(StoreError::Full),
+            };
+            match appended {
+                Err(StoreError::Full) if claim != Claim::Reserve => {
                     // Entries that free space must not wait behind entries that need some.
                     if first > 0 {
-                        self.append_batch(core, &now[..first], 0, true)?;
+                        self.append_batch(core, &now[..first], 0, Claim::Reserve)?;
                     }
                     return Err(StoreError::Full);
                 }
@@ -220,6 +229,19 @@ impl Replica {
         }
     }
 
+    /// Takes so many blocks of the replica's share, where the pool has no more than the shares of
+    /// all. False: it has had its share, and others have not.
+    fn takes_share<D: Disk>(&mut self, core: &Core<D>, blocks: u32) -> bool {
+        let share = core.allocator.shares.share_blocks;
+        if !core.allocator.is_tight() {
+            self.share_left = None;
+            return true;
+        }
+        let left = self.share_left.unwrap_or(share).checked_sub(blocks);
+        self.share_left = left.or(self.share_left);
+        left.is_some() || mutant::is("shares-not-enforced")
+    }
+
     /// How many of these entries come before the first Revert that is one too many above the map.
     fn fitting_reverts(&self, entries: &[SharedEntry]) -> usize {
         let reverts = entries.iter().enumerate();
@@ -233,7 +255,7 @@ impl Replica {
         core: &mut Core<D>,
         entries: &[SharedEntry],
         blocks: u32,
-        from_reserve: bool,
+        claim: Claim,
     ) -> Result<(), StoreError> {
         let header_length: usize = crate::format::batch::HEADER_LENGTH
             + entries.iter().map(|e| entry_length(e.crcs.len(), payload(e).len())).sum::<usize>();
@@ -248,7 +270,7 @@ impl Replica {
         self.family.log_waits = waits;
         let before = self.family.open[Stream::Log as usize];
         let end = self.family.log_end;
-        let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
+        let segment = self.family.segment_for(core, Stream::Log, total, claim)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.buffers.header);
         for entry in entries {
@@ -278,15 +300,14 @@ impl Replica {
             key: 0,
         });
         let start = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        let spare = if waits { segment.make_ready(&core.superblock, total) } else { 0 };
+        core.will_append(start, u64::from(total) + u64::from(spare));
         let mut parts = reused(std::mem::take(&mut core.buffers.parts));
         parts.push(IoSlice::new(&core.buffers.header));
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
         let offset = start * BLOCK_SIZE as u64;
         let written = match waits {
-            true => {
-                let spare = segment.make_ready(&core.superblock, total) as usize * BLOCK_SIZE;
-                core.disk.write_with_sync(offset, &parts, spare)
-            }
+            true => core.disk.write_with_sync(offset, &parts, spare as usize * BLOCK_SIZE),
             false => core.disk.write_at(offset, &parts),
         };
         core.buffers.parts = reused(parts);
@@ -562,12 +583,17 @@ impl Replica {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError> {
         let mut buffer = ReadBuffer::of(run.len() * BLOCK_SIZE);
-        let mut lacking = may_lack(core.read_beside(place, &mut buffer));
+        let is_block = |block: &BlockAt, bytes: &[u8]| crc32c(bytes) == block.crc;
+        let are_blocks = |bytes: &[u8]| {
+            run.iter().zip(bytes.chunks(BLOCK_SIZE)).all(|(block, bytes)| is_block(block, bytes))
+        };
+        let mut lacking = may_lack(core.read_beside(place, &mut buffer, &are_blocks));
         if lacking.is_err() {
             // An unreadable sector must not make its neighbours unreadable.
             lacking = Ok(Ok(()));
             for (i, chunk) in buffer.chunks_mut(BLOCK_SIZE).enumerate() {
-                match may_lack(core.read_beside(place + i as u64, chunk)) {
+                let is_it = |bytes: &[u8]| is_block(&run[i], bytes);
+                match may_lack(core.read_beside(place + i as u64, chunk, &is_it)) {
                     Ok(Ok(())) => {}
                     Ok(lacks) => lacking = Ok(lacks),
                     Err(_) => chunk.fill(0),
@@ -602,7 +628,12 @@ impl Replica {
         let mut data = BytesMut::new();
         if record.place != 0 {
             data.resize(record.blocks as usize * BLOCK_SIZE, 0);
-            core.read_beside(record.place, &mut data)?;
+            let crcs: Vec<u32> = self.log.crcs(record).collect();
+            let are_blocks = |bytes: &[u8]| {
+                let mut each = bytes.chunks(BLOCK_SIZE).zip(&crcs);
+                each.all(|(bytes, crc)| crc32c(bytes) == *crc)
+            };
+            core.read_beside(record.place, &mut data, &are_blocks)?;
         }
         let entry = self.log.entry(lsn, data.freeze()).ok_or(DAMAGED)?;
         if entry.data_is_good() { Ok(entry) } else { Err(DAMAGED) }

@@ -13,9 +13,8 @@
 //! where they were, and the copies of an emptying that ended half-way are nobody's.
 //!
 //! **Who names what.** Blocks of the log get their logical places when they are folded, and blocks that
-//! clean-up finds under a place of the pool when it moves them: pools of before, and what a rebuild
-//! fed, are so brought over while they are used. A rebuild's own blocks have places of the pool,
-//! since a flip gives up the map of the state before it.
+//! clean-up finds under a place of the pool when it moves them. Those are blocks that a rebuild fed:
+//! they have places of the pool, since a flip gives up the map of the state before it.
 //!
 //! **Counters.** Which segment holds a moved block is known by stretches of logical blocks, kept in
 //! memory: what clean-up moves keeps its order, so a segment's blocks are in few of them. They only
@@ -44,6 +43,8 @@ const BLOCKS_MAX: u64 = 1 << 50;
 /// more wait, a few times as many.
 const PENDING_MAX: usize = 4096;
 const PENDING_HARD_MAX: usize = 4 * PENDING_MAX;
+/// Numbers that may be given between two records: an open begins so many behind what the last one says.
+const NUMBERS_AHEAD: u32 = 1 << 14;
 /// Version of entries in the map of moved blocks, which has none.
 const NAMED: u64 = 1;
 
@@ -71,6 +72,11 @@ pub struct Logical {
     unit_blocks: u64,
     /// The first number that was not given yet.
     next: u32,
+    /// What the last record says of that for sure, what the record says that may be on media, and the
+    /// one that is on its way.
+    durable_next: u32,
+    recorded_next: u32,
+    stated_next: u32,
     /// First unit and units, by logical number, of segments that hold their blocks where they were
     /// written.
     segments: BTreeMap<u32, (u32, u32)>,
@@ -92,10 +98,41 @@ impl Logical {
             pending: moved.iter().map(|m| (m.block, (m.place, m.crc))).collect(),
             unit_blocks: superblock.unit_blocks.into(),
             next: state.map_or(1, |state| state.next.max(1)),
+            durable_next: state.map_or(1, |state| state.next.max(1)),
+            recorded_next: 1,
+            stated_next: 1,
             root,
             is_learned: root == Root::default() && moved.is_empty(),
             ..Logical::default()
         }
+    }
+
+    /// Logical places as an open finds them. Numbers that were given after the last record may be those
+    /// of segments whose headers are on the disk still: none of them is given again.
+    pub fn opened(superblock: &Superblock, state: Option<&LogicalState>) -> Self {
+        let mut logical = Logical::new(superblock, state);
+        logical.next = logical.next.saturating_add(NUMBERS_AHEAD);
+        logical.durable_next = logical.next;
+        logical
+    }
+
+    /// A record is on its way that says which numbers were given.
+    pub fn stated(&mut self) {
+        self.stated_next = self.next;
+    }
+
+    /// That record is in the ring, and the one before is on media.
+    pub fn recorded(&mut self) {
+        self.durable_next = self.durable_next.max(self.recorded_next);
+        self.recorded_next = self.stated_next;
+    }
+
+    /// Whether some number of a segment is that of another one that is known.
+    pub fn is_taken(&self, state: &SegmentState) -> bool {
+        let end = state.logical.saturating_add(state.units);
+        let before = self.segments.range(..end).next_back();
+        let reaches = |(first, (_, units)): (&u32, &(u32, u32))| first + units > state.logical;
+        state.logical != 0 && before.is_some_and(reaches)
     }
 
     pub fn state(&self) -> Option<LogicalState> {
@@ -111,9 +148,12 @@ impl Logical {
         })
     }
 
-    /// A number for a segment of so many units; 0: there are no more.
+    /// A number for a segment of so many units; 0: there are no more, or none before the next record.
     pub fn number(&mut self, units: u32) -> u32 {
         let first = self.next;
+        if first.saturating_add(units) > self.durable_next.saturating_add(NUMBERS_AHEAD) {
+            return 0;
+        }
         let end = first.checked_add(units).filter(|end| *end < u32::MAX);
         let end = end.filter(|end| u64::from(*end) * self.unit_blocks <= BLOCKS_MAX);
         let Some(end) = end.filter(|_| self.unit_blocks > 0) else { return 0 };
@@ -360,6 +400,57 @@ pub fn look_ahead_of_names<D: Disk>(
     tree::look_ahead(&mut logical_io(replica, core), root, stretches, LEAF_BLOCKS)
 }
 
+/// Looks at the nodes that a walk of the map of moved blocks from this block on reads in one step.
+pub fn look_ahead_of_walk<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    from: u64,
+    reads_leaves: bool,
+) -> Result<(), StoreError> {
+    let (root, step_nodes) = (core.logical_of(replica.family.guid).root, core.options.step_nodes);
+    let io = &mut logical_io(replica, core);
+    tree::look_ahead_of_walk(io, root, 0, from, step_nodes, reads_leaves)
+}
+
+/// Looks at the nodes that a merge reads which naming so many more moved blocks brings about.
+pub fn look_ahead_of_naming<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    blocks: usize,
+) -> Result<(), StoreError> {
+    // Of those that are moved and of those that are found dead.
+    let pending = core.logical_of(replica.family.guid).pending.len() + blocks;
+    if pending > PENDING_MAX { look_ahead_of_merge(replica, core) } else { Ok(()) }
+}
+
+/// Looks at the nodes that the next merge of what was moved reads.
+pub fn look_ahead_of_merge<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+) -> Result<(), StoreError> {
+    let logical = core.logical_of(replica.family.guid);
+    let (root, blocks): (Root, Vec<u64>) =
+        (logical.root, logical.pending.keys().copied().collect());
+    let nodes_max = nodes_a_merge(core);
+    let stretches = blocks.into_iter().map(|block| (block, block + 1));
+    tree::look_ahead(&mut logical_io(replica, core), root, stretches, nodes_max)
+}
+
+/// Looks at the nodes that writing these anew reads.
+pub fn look_ahead_of_renewals<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    nodes: &[Edit],
+) -> Result<(), StoreError> {
+    let root = core.logical_of(replica.family.guid).root;
+    tree::look_ahead_of_renewals(&mut logical_io(replica, core), root, nodes)
+}
+
+/// Nodes that one merge of moved blocks looks at: a step of clean-up may have moved some of each.
+fn nodes_a_merge<D>(core: &Core<D>) -> usize {
+    4 * core.options.step_nodes.max(1)
+}
+
 /// Has logical places stand for blocks that were moved to a place of the pool, with this checksum;
 /// place 0: the block is dead.
 pub fn name_moved<D: Disk>(
@@ -372,27 +463,34 @@ pub fn name_moved<D: Disk>(
     let pending = logical.pending.len();
     match pending {
         0..=PENDING_MAX => Ok(()),
-        PENDING_HARD_MAX.. => merge_all_moved(replica, core),
-        _ => merge_moved(replica, core),
+        PENDING_HARD_MAX.. => merge_some(replica, core, usize::MAX).map(drop),
+        _ => merge_moved(replica, core).map(drop),
     }
 }
 
-/// Merges what was moved into the map, if there is room for its nodes: else the record has it.
-pub fn merge_moved<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
-    match merge_all_moved(replica, core) {
+/// Merges some of what was moved into the map, if there is room for its nodes: else the record has
+/// it. Returns true if all that can be is merged.
+pub fn merge_moved<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<bool, StoreError> {
+    let nodes_max = nodes_a_merge(core);
+    match merge_some(replica, core, nodes_max) {
         Err(StoreError::Full) => {
             // Nodes on the way to what is dropped were counted.
             replica.maintenance.count.begin_anew();
-            Ok(())
+            Ok(true)
         }
         merged => merged,
     }
 }
 
-fn merge_all_moved<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+/// Merges what was moved, and stops after about so many nodes; true: all of it was.
+fn merge_some<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    nodes_max: usize,
+) -> Result<bool, StoreError> {
     let logical = core.logical_of(replica.family.guid);
     if logical.pending.is_empty() || mutant::is("names-not-merged-with-a-commit") {
-        return Ok(());
+        return Ok(true);
     }
     let (mut edits, mut crcs) = (Vec::new(), Vec::new());
     for (block, (place, crc)) in &logical.pending {
@@ -403,9 +501,10 @@ fn merge_all_moved<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result
         edits.push(Edit { lba: *block, blocks: 1, change });
         crcs.extend((*place != 0).then_some(*crc));
     }
-    update_logical(replica, core, &edits, &crcs)?;
-    core.logical_of(replica.family.guid).pending.clear();
-    Ok(())
+    let stopped = update_some(replica, core, &edits, &crcs, nodes_max)?;
+    let logical = core.logical_of(replica.family.guid);
+    logical.pending = stopped.map_or_else(BTreeMap::new, |at| logical.pending.split_off(&at));
+    Ok(stopped.is_none())
 }
 
 /// Changes the map of moved blocks.
@@ -415,16 +514,48 @@ pub fn update_logical<D: Disk>(
     edits: &[Edit],
     crcs: &[u32],
 ) -> Result<(), StoreError> {
+    update_some(replica, core, edits, crcs, usize::MAX).map(drop)
+}
+
+/// Changes the map of moved blocks, and stops after about so many nodes. Returns the block from
+/// which on nothing was changed then.
+fn update_some<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    edits: &[Edit],
+    crcs: &[u32],
+    nodes_max: usize,
+) -> Result<Option<u64>, StoreError> {
     let guid = replica.family.guid;
     let root = core.logical_of(guid).root;
     let mut io = logical_io(replica, core);
-    let root = tree::update(&mut io, root, edits, crcs, None)?;
+    let (root, stopped) = tree::update_some(&mut io, root, edits, crcs, None, nodes_max)?;
     io.core.logical_of(guid).root = root;
     if io.core.bases.of(guid).next().is_some() {
         // Clones read nodes from the disk: they know nothing of what waits here to be written.
         io.flush()?;
     }
-    Ok(())
+    Ok(stopped)
+}
+
+/// Whether some block of a segment's number is another's, or was moved: what the number stands for
+/// is known then.
+pub fn is_known<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    state: &SegmentState,
+) -> Result<bool, StoreError> {
+    let logical = core.logical_of(replica.family.guid);
+    let first = u64::from(state.logical) * logical.unit_blocks;
+    let blocks = u64::from(state.units) * logical.unit_blocks;
+    if state.logical == 0 || logical.is_taken(state) {
+        return Ok(state.logical != 0);
+    }
+    let is_pending = logical.pending.range(first..first + blocks).next().is_some();
+    let (root, mut moved) = (logical.root, vec![BlockAt::default(); blocks as usize]);
+    tree::blocks(&mut logical_io(replica, core), root, first, &mut moved)?;
+    let is_there = |block: &BlockAt| !matches!(block.place, 0 | BAD_PLACE | LOST_PLACE);
+    Ok(is_pending || moved.iter().any(is_there))
 }
 
 /// Notes a moved block: by what it was in before, in the segment of this unit.
@@ -560,6 +691,36 @@ mod tests {
         assert_eq!(logical.holder(&superblock, place), None);
         let known = logical.state().expect("numbers were given");
         assert_eq!(Logical::new(&superblock, Some(&known)).number(1), 18);
+    }
+
+    #[test]
+    fn an_open_gives_no_number_that_was_given_since_the_last_record() {
+        let superblock = superblock();
+        let mut logical = Logical::new(&superblock, None);
+        logical.number(1);
+        let recorded = logical.state().expect("numbers were given");
+        let given: Vec<u32> = std::iter::from_fn(|| Some(logical.number(8)))
+            .take_while(|number| *number != 0)
+            .collect();
+        let last = given.last().expect("some") + 8;
+        assert!(last <= recorded.next + NUMBERS_AHEAD, "no more before the next record");
+        let mut opened = Logical::opened(&superblock, Some(&recorded));
+        assert!(opened.number(1) >= last);
+        // With records on media there are more.
+        for _ in 0..2 {
+            logical.stated();
+            logical.recorded();
+        }
+        assert!(logical.number(8) >= last);
+    }
+
+    #[test]
+    fn a_number_is_taken_if_a_part_of_it_is() {
+        let mut logical = Logical::new(&superblock(), None);
+        logical.insert(&state(16, 8, 2));
+        let taken = [(1, 1), (1, 2), (2, 1), (9, 1), (10, 1), (9, 8), (0, 1)]
+            .map(|(number, units)| logical.is_taken(&state(40, units, number)));
+        assert_eq!(taken, [false, true, true, true, false, true, false]);
     }
 
     #[test]

@@ -7,4 +7,6 @@ pub mod logical;
 pub mod ready;
 pub mod segment_table;
 pub mod segments;
+pub mod shares;
 pub mod table;
+pub mod uses;

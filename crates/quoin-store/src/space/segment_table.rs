@@ -28,6 +28,17 @@ pub const MOST_LIVE_PERCENT: u64 = 95;
 pub const PAGE_UNITS: u32 = 256;
 /// Pages looked at in one step of the next table.
 const PAGES_A_LOOK: usize = 4096;
+/// Times in a row that count when a segment is left alone: it waits for 1,024 commits at most.
+const FAILURES_MAX: u32 = 10;
+
+/// Attempts to empty a segment that could not be read.
+#[derive(Default)]
+struct Failures {
+    times: u32,
+    /// Commits until it is tried again.
+    commits_left: u32,
+}
+
 /// Blocks of the largest segment.
 const BLOCKS_MAX: u32 = LARGE_UNITS << 16;
 
@@ -176,6 +187,8 @@ pub struct Segments {
     packed_live: u64,
     /// Segments that could not be read lately.
     aside: BTreeSet<u32>,
+    /// How often each of them, and of those that are tried again, was left alone in a row.
+    failures: BTreeMap<u32, Failures>,
     /// How often that changed.
     aside_changes: u64,
     /// What the table on disk has of the pages.
@@ -198,6 +211,7 @@ impl Segments {
             packed_units: 0,
             packed_live: 0,
             aside: BTreeSet::new(),
+            failures: BTreeMap::new(),
             aside_changes: 0,
             recorded: Recorded::default(),
             next: [None, None],
@@ -284,6 +298,7 @@ impl Segments {
 
     pub fn remove(&mut self, unit: u32) -> Option<SegmentState> {
         self.aside.remove(&unit);
+        self.failures.remove(&unit);
         if let Some(segment) = self.busy.remove(&unit) {
             return Some(segment.state);
         }
@@ -323,6 +338,7 @@ impl Segments {
         let is_old = |segment: &Segment| segment.state.sequence < first_sequence;
         older.busy = self.busy.extract_if(.., |_, segment| is_old(segment)).collect();
         self.aside.retain(|unit| !older.busy.contains_key(unit));
+        self.failures.clear();
         for (page, entries) in &mut self.pages {
             let old: Vec<Packed> =
                 entries.extract_if(.., |entry| entry.sequence < first_sequence).collect();
@@ -505,17 +521,40 @@ impl Segments {
 
     // ---- candidates ----------------------------------------------------------------------
 
-    /// Leaves a segment alone, since it could not be read.
+    /// Leaves a segment alone, since it could not be read, or not all of it as it was written. Each time
+    /// it waits for twice as many commits: what was moved of it each time was for nothing.
     pub fn set_aside(&mut self, unit: u32) {
         self.aside.insert(unit);
+        let failures = self.failures.entry(unit).or_default();
+        failures.commits_left = 1 << failures.times;
+        failures.times = (failures.times + 1).min(FAILURES_MAX);
         self.aside_changes += 1;
         self.change(unit, |packed| packed.bits |= IS_ASIDE);
     }
 
+    /// A commit is done: ends that for those that waited for enough of them.
+    pub fn try_some_again(&mut self) {
+        let mut due = Vec::new();
+        for unit in &self.aside {
+            let Some(failures) = self.failures.get_mut(unit) else { continue };
+            failures.commits_left = failures.commits_left.saturating_sub(1);
+            if failures.commits_left == 0 {
+                due.push(*unit);
+            }
+        }
+        self.release(due);
+    }
+
     /// Ends that for all of them: it may have passed.
     pub fn try_again(&mut self) {
+        let all = self.aside.iter().copied().collect();
+        self.release(all);
+    }
+
+    fn release(&mut self, units: Vec<u32>) {
         self.aside_changes += 1;
-        for unit in std::mem::take(&mut self.aside) {
+        for unit in units {
+            self.aside.remove(&unit);
             self.change(unit, |packed| packed.bits &= !IS_ASIDE);
         }
     }
@@ -734,6 +773,22 @@ mod tests {
         let (capacity, live) =
             candidates.fold((0, 0), |(c, l), s| (c + segments.capacity(s.units), l + s.live_bytes));
         assert_eq!(segments.candidates(), Held { capacity, live });
+    }
+
+    #[test]
+    fn a_segment_that_cannot_be_emptied_waits_for_twice_as_many_commits_each_time() {
+        let mut segments = Segments::new(UNIT_BLOCKS);
+        for expected in [1, 2, 4, 8] {
+            segments.set_aside(3);
+            let waited = (1..100).find(|_| {
+                segments.try_some_again();
+                !segments.is_aside(3)
+            });
+            assert_eq!(waited, Some(expected));
+        }
+        segments.set_aside(3);
+        segments.try_again();
+        assert!(!segments.is_aside(3), "a look at all ends it at once");
     }
 
     proptest! {

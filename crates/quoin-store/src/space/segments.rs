@@ -17,6 +17,7 @@ use crate::format::superblock::{LARGE_UNITS, Superblock};
 use crate::space::bit_set::BitSet;
 use crate::space::ready;
 use crate::space::segment_table::Segments;
+use crate::space::shares::Shares;
 
 /// Volumes of at least this many blocks (16 GiB) take large segments.
 const LARGE_FROM_BLOCKS: u64 = 1 << 22;
@@ -55,6 +56,19 @@ pub struct Allocator {
     pub full_below: bool,
     /// Units that are being made ready: the first and how many.
     pub readying: Option<(u32, u32)>,
+    /// What is kept for entries that targets have sequenced.
+    pub shares: Shares,
+}
+
+/// Room that something may be written to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Claim {
+    /// All there is: what frees space, opens or heals.
+    Reserve,
+    /// All but the reserve: what a target has sequenced.
+    Granted,
+    /// Nor what is kept for that: what can come later.
+    Spare,
 }
 
 impl Allocator {
@@ -71,6 +85,7 @@ impl Allocator {
             short_below: false,
             full_below: false,
             readying: None,
+            shares: Shares::default(),
         };
         if let Some(last) = groups.checked_sub(1) {
             allocator.recount(last);
@@ -97,10 +112,21 @@ impl Allocator {
         if self.short_below { free.min(self.sure_units()) } else { free }
     }
 
-    /// Whether trims may take of the reserve: they are the way out of a full pool, but clean-up
-    /// needs room to follow them.
-    pub fn takes_trims(&self) -> bool {
+    /// Whether trims and zeroes may take of the reserve: they are the way out of a full pool, but
+    /// clean-up needs room to follow them.
+    pub fn takes_holes(&self) -> bool {
         self.free_units() > self.reserve_units / 2
+    }
+
+    /// Whether targets may sequence them. Those that are on their way then still fit.
+    pub fn grants_holes(&self) -> bool {
+        let half = self.reserve_units / 2;
+        self.free_units() > half + (self.reserve_units - half) / 2
+    }
+
+    /// Whether no more is free than is kept for what targets have sequenced.
+    pub fn is_tight(&self) -> bool {
+        self.free_for_clients() < self.shares.kept_units
     }
 
     /// Whether entries that other replicas hold may: a quarter of it, and what is left has room
@@ -354,7 +380,7 @@ impl Family {
         core: &mut Core<D>,
         stream: Stream,
         blocks: u32,
-        from_reserve: bool,
+        claim: Claim,
     ) -> Result<&mut Segment, StoreError> {
         let unit_blocks = core.superblock.unit_blocks;
         if blocks > batch_blocks_max(unit_blocks) {
@@ -364,29 +390,35 @@ impl Family {
         if let Some(open) = self.open_segment(stream)
             && open.state.units * unit_blocks - open.state.used_blocks >= blocks
         {
-            if open.from_reserve && reserve_only && !from_reserve {
+            if open.from_reserve && reserve_only && claim != Claim::Reserve {
                 return Err(StoreError::Full);
             }
             let unit = open.state.unit;
             return Ok(self.segments.busy_mut(unit).expect("an open segment is listed"));
         }
-        if reserve_only && !from_reserve {
+        let is_refused = match claim {
+            Claim::Reserve => false,
+            Claim::Granted => reserve_only,
+            Claim::Spare => reserve_only || core.allocator.is_tight(),
+        };
+        if is_refused {
             return Err(StoreError::Full);
         }
         // A clone may change little for ever.
         let is_small = self.relatives.base.is_some() && self.segments.units() < LARGE_UNITS.into();
-        let large = self.large && !is_small && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
+        let large = self.large
+            && !is_small
+            && core.allocator.free_for_clients()
+                > 4 * LARGE_UNITS + core.allocator.shares.kept_units;
         let waits = self.log_waits && stream == Stream::Log;
         ready::take_ready(core);
         let warm_first = waits && core.disk.notes_space();
-        let allocated = core.allocate(large, from_reserve, warm_first);
+        let allocated = core.allocate(large, claim == Claim::Reserve, warm_first);
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
         core.sequence += 1;
         let logical = match stream {
-            Stream::Log | Stream::Moved if core.superblock.has_logical_places() => {
-                core.logical_of(self.guid).number(units)
-            }
-            Stream::Log | Stream::Moved | Stream::Nodes => 0,
+            Stream::Log | Stream::Moved => core.logical_of(self.guid).number(units),
+            Stream::Nodes => 0,
         };
         let state = SegmentState {
             unit,
@@ -402,6 +434,7 @@ impl Family {
         let header = segment_header(&core.superblock, self.guid, &state);
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let parts = [IoSlice::new(&header)];
+        core.will_append(core.superblock.unit_start(unit), 1);
         let mut written = match waits {
             true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
             false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),

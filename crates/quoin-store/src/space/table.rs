@@ -35,8 +35,9 @@ use crate::format::node::{BlockAt, Child, LEAF_BLOCKS, Node, Root};
 use crate::format::segment::decode_header;
 use crate::format::table::{entry_of, segment_of};
 use crate::map::tree::{self, Change, Edit, Nodes, Part};
-use crate::replica::Replica;
+use crate::replica::{Replica, may_lack};
 use crate::space::batches::read_header;
+use crate::space::logical;
 use crate::space::segment_table::{PAGE_UNITS, Segments};
 
 /// Pages that one commit writes.
@@ -267,7 +268,6 @@ pub fn write_table<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result
     if pages.is_empty() || core.allocator.free_units() < UNITS_LEFT {
         return Ok(true);
     }
-    core.begin_second_edition()?;
     let (root, changes) = (recorded.root, recorded.changes_of(&pages));
     match write_pages(replica, core, root, &pages, 0) {
         Ok(root) => {
@@ -362,7 +362,6 @@ pub fn step_next_table<D: Disk>(
     if core.allocator.free_units() < UNITS_LEFT {
         return Ok(NextStep::NoRoom);
     }
-    core.begin_second_edition()?;
     let (root, first_sequence) = (next.recorded.root, next.first_sequence);
     let pages = next.recorded.due_pages(most);
     let changes = next.recorded.changes_of(&pages);
@@ -482,6 +481,76 @@ pub fn next_of_table<D: Disk>(
     tree::next_part(&mut table_io(replica, core), root, 0, from)
 }
 
+/// Looks at the nodes that a walk of the table from this unit on reads in one step.
+pub fn look_ahead_of_walk<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    from: u64,
+) -> Result<(), StoreError> {
+    let (root, step_nodes) = (replica.family.segments.recorded.root, core.options.step_nodes);
+    let io = &mut table_io(replica, core);
+    tree::look_ahead_of_walk(io, root, 0, from, step_nodes, false)
+}
+
+/// Looks at the nodes that the next part of the table that is written reads: of the one in use, or of
+/// those that take its place.
+pub fn look_ahead<D: Disk>(replica: &mut Replica, core: &mut Core<D>) -> Result<(), StoreError> {
+    let most = core.options.unrecorded_segments;
+    let recorded = &replica.family.segments.recorded;
+    let (root, pages) = match recorded.is_lost {
+        true => (recorded.root, Vec::new()),
+        false => (recorded.root, recorded.due_pages(most)),
+    };
+    let own = look_ahead_of_pages(replica, core, root, &pages);
+    let of_loss = look_ahead_of_next(replica, core, Successor::AtLoss);
+    own.and(of_loss)
+}
+
+/// Looks at the nodes that the next part of another table reads.
+pub fn look_ahead_of_next<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    which: Successor,
+) -> Result<(), StoreError> {
+    let most = core.options.unrecorded_segments;
+    // As the step does: it changes nothing but what is known to be lacking.
+    replica.family.segments.look_on(which, most);
+    let Some(next) = &replica.family.segments.next[which as usize] else { return Ok(()) };
+    if next.changes() <= most {
+        return Ok(());
+    }
+    let (root, pages) = (next.recorded.root, next.recorded.due_pages(most));
+    look_ahead_of_pages(replica, core, root, &pages)
+}
+
+fn look_ahead_of_pages<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    root: Root,
+    pages: &[u32],
+) -> Result<(), StoreError> {
+    let first = |page: &u32| u64::from(*page) * u64::from(PAGE_UNITS);
+    let stretches = pages.iter().map(|page| (first(page), first(page) + u64::from(PAGE_UNITS)));
+    tree::look_ahead(&mut table_io(replica, core), root, stretches, PAGES_A_COMMIT)
+}
+
+/// Looks at the nodes that writing these anew reads.
+pub fn look_ahead_of_renewals<D: Disk>(
+    replica: &mut Replica,
+    core: &mut Core<D>,
+    nodes: &[Edit],
+) -> Result<(), StoreError> {
+    let segments = &replica.family.segments;
+    let next = segments.next.iter().flatten().map(|next| next.recorded.root);
+    let roots: Vec<Root> = std::iter::once(segments.recorded.root).chain(next).collect();
+    let mut lacking = Ok(());
+    for root in roots {
+        let io = &mut table_io(replica, core);
+        lacking = lacking.and(may_lack(tree::look_ahead_of_renewals(io, root, nodes))?);
+    }
+    lacking
+}
+
 /// Reads the table that a record tells of, and hands out its segments.
 pub fn read_table<D: Disk>(
     replica: &mut Replica,
@@ -536,6 +605,7 @@ pub fn search_lost<D: Disk>(
     core: &mut Core<D>,
     found: &FoundTable,
 ) -> Result<(), StoreError> {
+    let mut headers = Vec::new();
     for (from, until) in &found.lost {
         let until = (*until).min(core.allocator.units().into());
         for unit in (*from..until).map(|unit| unit as u32) {
@@ -548,17 +618,27 @@ pub fn search_lost<D: Disk>(
                 continue;
             }
             let header = decode_header(&core.superblock, replica.identity.guid, unit, &bytes);
-            let Some(mut state) = header else { continue };
+            let Some(state) = header else { continue };
             let is_ours =
                 state.sequence <= found.newest && Segments::is_possible(unit, state.units);
-            if !is_ours || !core.allocator.take(unit, state.units) {
-                continue;
+            if is_ours {
+                headers.push(state);
             }
-            state.used_blocks = end_of(replica, core, &state)?;
-            state.live_bytes = u64::from(state.used_blocks) * BLOCK_SIZE as u64;
-            core.logical_of(replica.identity.guid).insert(&state);
-            replica.family.segments.insert_settled(&state);
         }
+    }
+    // Of two with the same number the older one was lost with power, and its number given again.
+    headers.sort_by_key(|state| std::cmp::Reverse(state.sequence));
+    for mut state in headers {
+        // What is known is never overridden by what may be left of before.
+        if logical::is_known(replica, core, &state)?
+            || !core.allocator.take(state.unit, state.units)
+        {
+            continue;
+        }
+        state.used_blocks = end_of(replica, core, &state)?;
+        state.live_bytes = u64::from(state.used_blocks) * BLOCK_SIZE as u64;
+        core.logical_of(replica.identity.guid).insert(&state);
+        replica.family.segments.insert_settled(&state);
     }
     Ok(())
 }
@@ -608,7 +688,6 @@ mod tests {
 
     use super::*;
     use crate::format::batch::Stream;
-    use crate::format::superblock::{SECOND_EDITION, Superblock};
     use crate::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
     const BLOCKS: u64 = 4000;
@@ -857,43 +936,41 @@ mod tests {
         }
     }
 
+    /// Power took the record of a segment, and its number was given again. Its header is still there.
     #[test]
-    fn a_pool_of_before_says_that_it_has_a_table_before_it_has_one() {
+    fn a_stale_header_takes_no_number_whose_blocks_are_known() {
         let disk = formatted();
-        let mut superblock = Superblock::read(&disk).expect("a pool");
-        superblock.features.incompat = 0;
-        for starts in [superblock.starts, superblock.starts + 1] {
-            Superblock { starts, ..superblock }.write(&disk).expect("a write");
-        }
-        disk.sync().expect("a sync");
         let mut writer = Writer::new(&disk);
-        writer.pool.settle().expect("recorded");
-        assert_eq!(writer.pool.core.superblock.features.incompat, 0);
-        for lba in (0..BLOCKS).step_by(8) {
-            writer.write(lba, 8);
-        }
-        while !writer.replica().family.segments.recorded.exists() {
+        writer.live(300);
+        let guid = ReplicaIdentity::default().guid;
+        let named = |s: &SegmentState| s.logical != 0 && s.live_bytes > 0;
+        let segments = &writer.replica().family.segments;
+        let named: Vec<SegmentState> = segments.settled().filter(named).collect();
+        let is_free = |unit: &u32| segments.containing(*unit).is_none();
+        let free: Vec<u32> = (0..1000).filter(is_free).collect();
+        disk.power_cut(|| true);
+        let mut tried = 0;
+        for state in named.iter().step_by(named.len() / 8 + 1) {
+            let Some(unit) = free.iter().find(|unit| **unit > state.unit) else { continue };
+            let pool = &mut writer.pool;
+            let replica = pool.replicas.get_mut(&guid).expect("it");
+            let root = replica.family.segments.recorded.root;
+            let mut io = table_io(replica, &mut pool.core);
+            let path = tree::path(&mut io, root, u64::from(*unit)).expect("a path");
+            let Some((0, _, leaf)) = path.last() else { continue };
+            let superblock = &pool.core.superblock;
+            let stale = SegmentState { unit: *unit, units: 1, ..*state };
+            let header = crate::format::segment::segment_header(superblock, guid, &stale);
             let image = disk.fork();
-            image.power_cut(|| false);
-            assert_eq!(Superblock::read(&image).expect("a pool").features.incompat, 0);
-            writer.pool.background(1).expect("background work");
-            if let Some(ticket) = writer.pool.sync_wanted() {
-                // Nothing of the table is on media before the bit is.
-                let image = disk.fork();
-                image.power_cut(|| false);
-                let features = Superblock::read(&image).expect("a pool").features;
-                let exists = writer.replica().family.segments.recorded.exists();
-                assert_eq!(features.incompat == SECOND_EDITION, exists);
-                let result = disk.sync();
-                writer.pool.sync_finished(ticket, result).expect("a sync");
-            }
+            let at = superblock.unit_start(*unit) * BLOCK_SIZE as u64;
+            image.write_at(at, &[std::io::IoSlice::new(&header)]).expect("a write");
+            image.sync().expect("a sync");
+            image.rot(leaf.place + u64::from(leaf.length) / 2, 0x10);
+            let before = std::mem::replace(&mut writer.pool, open(&image));
+            writer.check();
+            writer.pool = before;
+            tried += 1;
         }
-        let image = disk.fork();
-        image.power_cut(|| false);
-        let features = Superblock::read(&image).expect("a pool").features;
-        assert_eq!(features.incompat, SECOND_EDITION);
-        writer.check();
-        writer.open_again();
-        writer.check();
+        assert!(tried > 2, "{tried} headers");
     }
 }

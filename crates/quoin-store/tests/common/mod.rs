@@ -259,7 +259,7 @@ impl World {
             _ => Bytes::new(),
         };
         let has_range = length > 0 && !matches!(kind, EntryKind::Snapshot { .. });
-        let part = has_range.then(|| self.part()).flatten();
+        let part = has_range.then(|| self.part(lba + length)).flatten();
         Entry::part_after(chain, position, kind, lba, length as u32, data, false, part)
     }
 
@@ -276,11 +276,11 @@ impl World {
 
     /// The part of a client's request that the next entry is, if it is one: some are of clients that
     /// never began.
-    fn part(&self) -> Option<Part> {
+    fn part(&self, end: u64) -> Option<Part> {
         let lsn = self.position() + 1;
         let client = ClientId(u128::from(lsn % 4));
         let origin = Origin { client, number: lsn, low: lsn.saturating_sub(9) };
-        (lsn % 7 < 4).then_some(Part { origin, index: (lsn % 2) as u8, is_last: lsn % 3 > 0 })
+        (lsn % 7 < 4).then_some(Part { origin, end, is_last: lsn % 3 > 0 })
     }
 
     pub fn append(&mut self) {

@@ -7,17 +7,16 @@ use quoin_reactor::descriptors::LISTENER_REST;
 use quoin_reactor::{Interest, Reactor, now};
 use quoin_replication::primary::{PrimaryAction, PrimaryEvent};
 use quoin_replication::target_host::throttle::Throttle;
-use quoin_types::block::{
-    BlockError, DeviceInfo, Frontend, Operation, Reply, Request, Token,
-};
+use quoin_types::block::{BlockError, DeviceInfo, Frontend, Operation, Reply, Request, Token};
 use quoin_types::{ClientId, Time, VolumeId};
 
 use super::sources::{Slot, Sources};
 use super::{Shard, Volume};
 use crate::assignment::Sharer;
-use crate::client::{Client, Turn};
+use crate::client::{Client, SharedUse, Turn, User};
 use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
+use crate::standing::{Holder, Openers};
 use crate::tokens::{Origin, Tokens};
 
 /// Most clients of one volume.
@@ -47,6 +46,14 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
     if let Err(error) = reactor.modify(&socket.listener, key, interest) {
         tracing::warn!(%error, "cannot watch for clients");
     }
+}
+
+/// Returns true if a node that shares a volume may use it as it was told, by the key that it showed.
+fn lets_in(sharer: &Sharer, holder: &Holder, shares: &SharedUse) -> bool {
+    sharer.node == holder.name
+        && sharer.read_only == shares.read_only
+        && sharer.client == shares.client
+        && sharer.key_hashes.contains(&holder.key_hash)
 }
 
 /// The face of a volume towards its clients, and these clients.
@@ -288,30 +295,24 @@ impl Shard {
         if !volume.accepts_clients() || volume.sealing.is_locked() {
             return;
         }
-        let NewClient { socket, mut session, input, mut requests, life, sharer } = new;
-        let read_only = session.device().is_some_and(|device| device.read_only);
-        let is_it = |sharer: &&Sharer, node: &str| {
-            sharer.node == node && sharer.read_only == read_only
-        };
-        let sharer = match sharer {
-            None => None,
-            Some(node) => match volume.export.sharers.iter().find(|s| is_it(s, &node)) {
-                Some(sharer) => Some(sharer.clone()),
-                // It has lost the volume since it was let in.
-                None => return,
-            },
-        };
-        if let Some(sharer) = &sharer {
+        let NewClient { socket, mut session, input, mut requests, life, user } = new;
+        if let Some(user) = &user
+            && let Some(shares) = &user.shares
+        {
+            // It may have lost the volume since it was let in.
+            if !volume.export.sharers.iter().any(|sharer| lets_in(sharer, &user.holder, shares)) {
+                return;
+            }
             // Requests that lie unread in an older connection of the node may have been sent again
             // by this one: they must not be carried out later.
-            self.end_sharers(id, |older| older.node == sharer.node);
+            self.end_sharers(id, |older, _| older.name == user.holder.name);
         }
         let Some(volume) = self.volumes.get(&id) else { return };
         // The volume may have grown between the negotiation and now.
         session.device_changed(&volume.export.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
-        client.sharer = sharer;
+        client.user = user;
         let Some(key) = self.settle(client) else { return };
         if let Some(life) = life {
             self.sources.timers.set(key, Some(now + life));
@@ -330,7 +331,10 @@ impl Shard {
         volume.export.client = client;
         volume.export.sharers.clone_from(&sharers);
         let grant = volume.export.grant();
-        self.end_sharers(id, |sharer| !sharers.contains(sharer));
+        let is_let_in = |holder: &Holder, shares: &SharedUse| {
+            sharers.iter().any(|sharer| lets_in(sharer, holder, shares))
+        };
+        self.end_sharers(id, |holder, shares| !is_let_in(holder, shares));
         self.event(now, id, grant);
     }
 
@@ -341,10 +345,8 @@ impl Shard {
         let id = client.volume;
         let Some((numbered, begins)) = client.newly_numbered() else { return };
         let Some(volume) = self.volumes.get(&id) else { return };
-        let granted = match &client.sharer {
-            Some(sharer) => sharer.client,
-            None => volume.export.client,
-        };
+        let shares = client.user.as_ref().and_then(|user| user.shares.as_ref());
+        let granted = shares.map_or(volume.export.client, |shares| shares.client);
         if granted != numbered.attachment() {
             // The attachment has ended since the negotiation.
             return self.client_lost(key);
@@ -377,11 +379,33 @@ impl Shard {
     }
 
     /// Ends the connections of sharers.
-    fn end_sharers(&mut self, id: VolumeId, ends: impl Fn(&Sharer) -> bool) {
+    fn end_sharers(&mut self, id: VolumeId, ends: impl Fn(&Holder, &SharedUse) -> bool) {
+        self.end_users(id, |user| {
+            user.shares.as_ref().is_some_and(|shares| ends(&user.holder, shares))
+        });
+    }
+
+    /// Ends the connections of those who opened a volume by a key that counts no more.
+    pub(super) fn end_disowned(&mut self, openers: &Openers) {
+        for id in self.volumes.keys().copied().collect::<Vec<_>>() {
+            self.end_users(id, |user| user.shares.is_none() && !openers.admit(&user.holder));
+        }
+    }
+
+    /// Ends the connections of all who are no sharers: they may have been told that they may write.
+    pub(super) fn end_own(&mut self, id: VolumeId) {
+        self.end_clients(id, |user| user.is_none_or(|user| user.shares.is_none()));
+    }
+
+    fn end_users(&mut self, id: VolumeId, ends: impl Fn(&User) -> bool) {
+        self.end_clients(id, |user| user.is_some_and(&ends));
+    }
+
+    fn end_clients(&mut self, id: VolumeId, ends: impl Fn(Option<&User>) -> bool) {
         let Some(volume) = self.volumes.get(&id) else { return };
         let is_over = |key: &&u64| {
             let Some(Slot::Client(client)) = self.sources.slots.get(*key) else { return false };
-            client.sharer.as_ref().is_some_and(&ends)
+            ends(client.user.as_ref())
         };
         let over: Vec<u64> = volume.export.clients.iter().filter(is_over).copied().collect();
         for key in over {

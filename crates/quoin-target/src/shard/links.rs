@@ -1,14 +1,13 @@
 //! A shard's connections to replicas.
 
 use quoin_reactor::Interest;
-use quoin_replication::primary::{Knows, PrimaryEvent};
+use quoin_replication::primary::PrimaryEvent;
 use quoin_telemetry::notices::Severity;
 use quoin_types::ids::{BulkKey, SessionKey};
 use quoin_types::membership::Member;
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::{Time, VolumeId};
 use quoin_wire::frame::WireError;
-use quoin_wire::hello::{FEATURE_BULK, FEATURE_POINTS, FEATURE_VERIFY};
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 
 use super::sources::{Slot, Sources};
@@ -31,10 +30,10 @@ impl LinkName {
         Self { session: bulk.session, bulk: Some(bulk.number) }
     }
 
-    fn connected(self, knows: Knows) -> PrimaryEvent {
+    fn connected(self) -> PrimaryEvent {
         let session = self.session;
         match self.bulk {
-            None => PrimaryEvent::Connected { session, knows },
+            None => PrimaryEvent::Connected { session },
             Some(number) => PrimaryEvent::BulkConnected { bulk: BulkKey { session, number } },
         }
     }
@@ -182,18 +181,13 @@ impl Shard {
                     return self.event(now, id, name.disconnected());
                 }
                 let interest = Interest::READ;
-                let knows = Knows {
-                    verify: connection.has(FEATURE_VERIFY),
-                    bulk: connection.has(FEATURE_BULK),
-                    points: connection.has(FEATURE_POINTS),
-                };
                 let link =
                     Link { connection: *connection, name, volume: id, interest, dirty: false };
                 self.sources.slots.insert(key, Slot::Link(Box::new(link)));
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.links.open.push((name, key));
                 }
-                self.event(now, id, name.connected(knows));
+                self.event(now, id, name.connected());
             }
             Err(Undialled { why, is_former }) => {
                 if name.bulk.is_some() {
@@ -312,7 +306,7 @@ mod tests {
 
             let hole = |lba| BlockSlot { lba, blocks: 1, version: Lsn(1), content: Content::Hole };
             let slots: Vec<BlockSlot> = (0..200_000).map(hole).collect();
-            let feed = ToReplica::IncrementFeed { rebuild: 1, slots, cursor: 200_000, after: None };
+            let feed = ToReplica::IncrementFeed { rebuild: 1, slots, cursor: 200_000, after: 0 };
             shard.send(VOLUME, name, &feed);
             shard.send(VOLUME, name, &ToReplica::Close);
             assert!(!shard.sources.slots.contains_key(&key));

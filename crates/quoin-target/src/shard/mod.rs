@@ -27,6 +27,7 @@ use quoin_replication::primary::{
     PrimaryNote, PrimaryStatus, RevertOutcome, VerifyOrder,
 };
 use quoin_replication::target_host::memory::Memory;
+use quoin_replication::target_host::orders::Orders;
 use quoin_replication::target_host::round::Round;
 pub use quoin_replication::target_host::throttle::Limits;
 use quoin_replication::target_host::throttle::Throttle;
@@ -42,6 +43,7 @@ use crate::commands::{Answer, Command};
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
+use crate::standing::Openers;
 use clients::Export;
 use links::{LinkName, Links};
 use sealing::Sealing;
@@ -54,6 +56,8 @@ pub enum Input {
     /// A client opened this volume over TCP.
     Client(VolumeId, Box<NewClient>),
     Update(Box<VolumeUpdate>),
+    /// Those whose certificates open all volumes; the connections of others end.
+    Openers(Openers),
     /// Drain, sync, close.
     Close(VolumeId),
     Dialled {
@@ -237,40 +241,6 @@ impl Granted {
         if self.epoch == epoch {
             self.bytes = bytes;
         }
-    }
-}
-
-/// The last orders of the controller, each of which is an event only when it changes.
-struct Orders {
-    options: LiveOptions,
-    desired: Desired,
-    verify: Option<VerifyOrder>,
-}
-
-impl Orders {
-    fn new(options: LiveOptions) -> Self {
-        Self { options, desired: Desired::default(), verify: None }
-    }
-
-    fn change_options(&mut self, options: LiveOptions) -> Option<PrimaryEvent> {
-        (self.options != options).then(|| {
-            self.options = options;
-            PrimaryEvent::Options { options, granted: false }
-        })
-    }
-
-    fn desire(&mut self, desired: Desired) -> Option<PrimaryEvent> {
-        (self.desired != desired).then(|| {
-            self.desired = desired.clone();
-            PrimaryEvent::Desired(desired)
-        })
-    }
-
-    fn verify(&mut self, order: Option<VerifyOrder>) -> Option<PrimaryEvent> {
-        (self.verify != order).then(|| {
-            self.verify = order;
-            PrimaryEvent::Verify(order)
-        })
     }
 }
 
@@ -461,6 +431,7 @@ impl Shard {
             Input::Open(setup) => self.open(now, *setup),
             Input::Client(volume, client) => self.adopt(now, volume, *client),
             Input::Update(update) => self.update(now, *update),
+            Input::Openers(openers) => self.end_disowned(&openers),
             Input::Close(volume) => self.event(now, volume, PrimaryEvent::Shutdown),
             Input::Dialled { volume, session, bulk, pool, outcome } => {
                 self.dialled(now, volume, LinkName { session, bulk }, pool, outcome);
@@ -472,7 +443,7 @@ impl Shard {
                             && volume.grant.given(incarnation, epoch, bytes)
                             && let Some(options) = options
                         {
-                            let event = PrimaryEvent::Options { options, granted: true };
+                            let event = PrimaryEvent::Options(options);
                             volume.target.on(now, event, &mut self.actions);
                         }
                         PrimaryEvent::Granted { incarnation, epoch, membership }
@@ -533,7 +504,7 @@ impl Shard {
         let mut target = Primary::new(now, config, seed);
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
-        target.on(now, PrimaryEvent::Options { options, granted: false }, &mut self.actions);
+        target.on(now, PrimaryEvent::Options(options), &mut self.actions);
         target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
         let mut export = Export::new(info, since_epoch, listener, throttle);
         (export.client, export.sharers) = (client, sharers);
@@ -559,6 +530,8 @@ impl Shard {
 
     fn update(&mut self, now: Time, update: VolumeUpdate) {
         let VolumeUpdate { volume: id, socket, read_only, size_bytes, .. } = update;
+        let writers_leave =
+            self.volumes.get(&id).is_some_and(|v| read_only && !v.export.info.read_only);
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.links.places = update.replicas;
             // The setting is for later clients; one that is there keeps what it was told.
@@ -568,6 +541,9 @@ impl Shard {
             if update.key.is_some() {
                 volume.sealing.update(update.key.as_ref());
             }
+        }
+        if writers_leave {
+            self.end_own(id);
         }
         self.let_in(now, id, update.client, update.sharers);
         self.release(now, id);

@@ -5,12 +5,16 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 
 use bytes::BytesMut;
+use quoin_api::control::MemberKeys;
+use quoin_identity::Role;
 use quoin_nbd::{Description, Session, TlsPolicy, VolumeExport};
 use quoin_replication::primary::{OnFull, OnQuorumLoss, ReadMode};
 use quoin_types::block::Operation;
 
 use super::*;
+use crate::client::{SharedUse, User};
 use crate::dial::Reach;
+use crate::standing::Holder;
 
 pub(super) const VOLUME: VolumeId = VolumeId(7);
 
@@ -105,7 +109,7 @@ fn next_client() -> (NewClient, TcpStream) {
     let operation = Operation::Read { offset: 0, length: 512 };
     let read = Request { token: 1, operation, origin: None };
     let (input, requests, life) = (BytesMut::new(), vec![read], None);
-    (NewClient { socket, session, input, requests, life, sharer: None }, there)
+    (NewClient { socket, session, input, requests, life, user: None }, there)
 }
 
 fn requests(shard: &Shard, kind: &str) -> u64 {
@@ -149,4 +153,116 @@ fn unread_requests_of_a_broken_connection_are_dropped_before_the_next_client_is_
     assert_eq!(requests(&shard, "write"), 0, "a late write of the former client was submitted");
     let clients = shard.volumes[&VOLUME].export.clients();
     assert!(clients.len() == 1 && clients[0] != former_key, "{clients:?}");
+}
+
+/// The standing of one who came over TLS.
+fn user(role: Role, name: &str, key_hash: &str, shares: Option<bool>) -> Option<User> {
+    let holder = Holder { role, name: name.into(), key_hash: key_hash.into() };
+    let shares = shares.map(|read_only| SharedUse { read_only, client: 0 });
+    Some(User { holder, shares })
+}
+
+/// Has these clients open the volume; returns the other ends of their connections.
+fn with_users(shard: &mut Shard, users: &[Option<User>]) -> Vec<TcpStream> {
+    let ends = users.iter().map(|user| {
+        let (client, there) = next_client();
+        shard.adopt(now(), VOLUME, NewClient { user: user.clone(), ..client });
+        there
+    });
+    ends.collect()
+}
+
+fn keys_of(role: &str, name: &str, key_hash: &str) -> MemberKeys {
+    MemberKeys { role: role.into(), name: name.into(), key_hashes: vec![key_hash.into()] }
+}
+
+/// Who is still connected, by the hashes of their keys; `-`: one who showed none.
+fn connected(shard: &Shard) -> Vec<String> {
+    let clients = shard.volumes[&VOLUME].export.clients();
+    let keys = clients.iter().filter_map(|key| match shard.sources.slots.get(key) {
+        Some(Slot::Client(client)) => Some(match &client.user {
+            Some(user) => user.holder.key_hash.clone(),
+            None => "-".to_owned(),
+        }),
+        _ => None,
+    });
+    keys.collect()
+}
+
+#[test]
+fn connections_end_when_the_keys_that_opened_them_count_no_more_and_others_stay() {
+    let (mut shard, handle) = shard();
+    let sharer = |keys: &[&str]| Sharer {
+        node: "n2".into(),
+        read_only: false,
+        key_hashes: keys.iter().map(ToString::to_string).collect(),
+        client: 0,
+    };
+    shard.open(now(), VolumeSetup { sharers: vec![sharer(&["s", "s-next"])], ..setup() });
+    let users = [
+        None,
+        user(Role::Admin, "ops", "a", None),
+        user(Role::Admin, "removed", "r", None),
+        user(Role::Node, "n1", "own", None),
+        user(Role::Node, "n2", "s", Some(false)),
+    ];
+    let _there = with_users(&mut shard, &users);
+    assert_eq!(connected(&shard), ["-", "a", "r", "own", "s"]);
+    let openers = [keys_of("admin", "ops", "a"), keys_of("node", "n1", "own")];
+    handle.send(Input::Openers(Openers::of(&openers)));
+    one_round(&mut shard);
+    assert_eq!(connected(&shard), ["-", "a", "own", "s"], "sharers go by their volume's list");
+    handle.send(Input::Openers(Openers::of(&[
+        keys_of("admin", "ops", "next"),
+        keys_of("node", "n1", "own"),
+    ])));
+    one_round(&mut shard);
+    assert_eq!(connected(&shard), ["-", "own", "s"]);
+    shard.let_in(now(), VOLUME, 0, vec![sharer(&["s-next"])]);
+    assert_eq!(connected(&shard), ["-", "own"]);
+    // The former key does not come in again, nor does it end the connection of the next one.
+    let _there = with_users(&mut shard, &[user(Role::Node, "n2", "s-next", Some(false))]);
+    let _other = with_users(&mut shard, &[user(Role::Node, "n2", "s", Some(false))]);
+    assert_eq!(connected(&shard), ["-", "own", "s-next"]);
+}
+
+#[test]
+fn a_volume_that_becomes_read_only_keeps_no_client_that_was_told_otherwise() {
+    let (mut shard, _handle) = shard();
+    let sharer =
+        Sharer { node: "n2".into(), read_only: false, key_hashes: vec!["s".into()], client: 0 };
+    shard.open(now(), VolumeSetup { sharers: vec![sharer.clone()], ..setup() });
+    let users =
+        [None, user(Role::Node, "n1", "own", None), user(Role::Node, "n2", "s", Some(false))];
+    let _there = with_users(&mut shard, &users);
+    let update = |read_only| VolumeUpdate {
+        volume: VOLUME,
+        socket: None,
+        key: None,
+        read_only,
+        client: 0,
+        since_epoch: 0,
+        size_bytes: 0,
+        limits: Limits::default(),
+        options: live_options(),
+        replicas: Vec::new(),
+        desired: Default::default(),
+        verify: None,
+        sharers: vec![sharer.clone()],
+    };
+    shard.update(now(), update(false));
+    assert_eq!(connected(&shard), ["-", "own", "s"]);
+    shard.update(now(), update(true));
+    assert_eq!(connected(&shard), ["s"], "the other node writes on");
+}
+
+fn live_options() -> LiveOptions {
+    let config = setup().config;
+    LiveOptions {
+        version: 0,
+        durability: config.durability,
+        on_quorum_loss: config.on_quorum_loss,
+        on_full: config.on_full,
+        reads: config.reads,
+    }
 }

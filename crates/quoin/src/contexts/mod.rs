@@ -124,9 +124,12 @@ pub async fn connect(name: &str) -> Result<Cluster> {
             entry.controller
         );
     }
-    if identity.renew_at() <= SystemTime::now()
+    if identity.is_due()
         && let Err(error) = identity.renew(&entry.controller).await
     {
+        if let Some(why) = identity.not_valid_yet() {
+            bail!("the certificate of context {name} cannot be used: {why} ({error})");
+        }
         // The certificate is still valid.
         let left = identity.validity().1.duration_since(SystemTime::now()).unwrap_or_default();
         let days = left.as_secs() / 86_400;
@@ -166,6 +169,7 @@ impl ContextView {
         let peer = identity.as_ref().ok().map(|identity| identity.peer().clone());
         let expires = identity.as_ref().ok().map(|identity| identity.validity().1);
         let run_out = identity.as_ref().is_ok_and(quoin_identity::Identity::has_run_out);
+        let not_yet = identity.as_ref().ok().and_then(quoin_identity::Identity::not_valid_yet);
         Self {
             name: name.to_owned(),
             current: contexts.current().as_deref() == Some(name),
@@ -174,9 +178,10 @@ impl ContextView {
             cluster_id: peer.map(|peer| peer.cluster.to_string()).unwrap_or_default(),
             expires_at: expires.map(shown).unwrap_or_default(),
             directory: contexts.directory(name).display().to_string(),
-            message: message.unwrap_or_else(|| match run_out {
-                true => "the certificate has run out: join again".to_owned(),
-                false => String::new(),
+            message: message.unwrap_or_else(|| match (run_out, not_yet) {
+                (true, _) => "the certificate has run out: join again".to_owned(),
+                (false, Some(why)) => format!("the certificate cannot be used: {why}"),
+                (false, None) => String::new(),
             }),
         }
     }

@@ -72,7 +72,9 @@ impl SecondNode {
         if mounted {
             this.below.push(this.spawn(&processes::attach(&this.layout, &settings))?);
         }
-        this.node = Some(this.spawn(&processes::node(&this.layout, &settings, &attaching))?);
+        let edition = quoin_csi::Edition::default();
+        let node = processes::node(&this.layout, &settings, &attaching, edition);
+        this.node = Some(this.spawn(&node)?);
         // A node that the controller has not heard of gets no volume.
         let began = Instant::now();
         while !is_online(cluster, admin)? {

@@ -66,6 +66,9 @@ pub struct DevOptions {
     /// Let targets meet pools by TCP, as between hosts, and not by unix sockets.
     #[arg(long)]
     pub network_only: bool,
+    /// As of `quoin node run`.
+    #[arg(long, value_name = "EDITION", default_value_t = quoin_csi::Edition::default())]
+    pub csi_edition: quoin_csi::Edition,
     #[command(flatten)]
     pub healing: HealingOptions,
     #[command(flatten)]
@@ -100,16 +103,18 @@ pub fn run(options: DevOptions) -> Result<()> {
     let policy = Policy {
         security: options.data_security,
         network_only: options.network_only,
+        csi_edition: options.csi_edition,
         healing: options.healing,
         lifetime: options.lifetime,
     };
     tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &policy))
 }
 
-/// Options of the controller and the pools at each start.
+/// Options of the processes at each start.
 pub(crate) struct Policy {
     security: String,
     network_only: bool,
+    csi_edition: quoin_csi::Edition,
     healing: HealingOptions,
     lifetime: LifetimeOptions,
 }
@@ -238,7 +243,7 @@ async fn start(
     } else if let Attaching::Yes = attaching {
         keepers.push(start(processes::attach(layout, settings))?);
     }
-    keepers.push(start(processes::node(layout, settings, attaching))?);
+    keepers.push(start(processes::node(layout, settings, attaching, policy.csi_edition))?);
     wait_until_all_are_online(&mut cluster, layout, settings, keepers, &pools, began).await?;
     let blocked = match keepers.iter().find(|keeper| keeper.name == "attach") {
         Some(attach) => blocked::wait(layout, attach).await,

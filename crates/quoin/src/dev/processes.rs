@@ -132,12 +132,18 @@ pub fn attach(layout: &Layout, settings: &Settings) -> Process {
     Process { outlives: true, ..process }
 }
 
-pub fn node(layout: &Layout, settings: &Settings, attaching: &Attaching) -> Process {
+pub fn node(
+    layout: &Layout,
+    settings: &Settings,
+    attaching: &Attaching,
+    csi_edition: quoin_csi::Edition,
+) -> Process {
     let mut flags = vec![
         ("--state", path(&layout.node())),
         ("--run", path(&layout.run())),
         ("--controller", settings.controller.listen.to_string()),
         ("--csi-endpoint", format!("unix://{}", layout.csi_socket().display())),
+        ("--csi-edition", csi_edition.to_string()),
     ];
     if let Attaching::No { .. } = attaching {
         flags.push(("--mode", "controller".into()));

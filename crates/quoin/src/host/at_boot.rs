@@ -5,6 +5,10 @@
 //! wants, and, where it is to be mounted, a line in `/etc/fstab` that requires this instance. The
 //! records of the cluster say already that the volume is attached to this host, so its target serves
 //! it after a boot, and no controller has to be asked.
+//!
+//! The line names the volume's link, and Quoin mounts the device that it has just attached: a UUID is
+//! in the content of a volume, and each clone has that of its source. What was mounted is compared
+//! with what was meant.
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -12,7 +16,11 @@ use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use super::loop_devices;
+use crate::output;
 
 const FORMAT: u32 = 1;
 /// systemd takes no longer name of a unit.
@@ -21,6 +29,16 @@ const WANTS: &str = "systemd/system/quoin.target.wants";
 const UNIT_FILE: &str = "/lib/systemd/system/quoin-volume@.service";
 /// Option of a line in fstab that mount ignores: names the volume of the line.
 const MARK: &str = "x-quoin.volume=";
+/// Where the attach process of a package's host has its links.
+const LINKS: &str = "/dev/quoin";
+/// File systems that are mounted without being asked for by name. The content of a volume says which
+/// it has, and the kernel's code for others is less used to content that somebody prepared.
+const FILE_SYSTEMS: [&str; 2] = ["ext4", "xfs"];
+/// The content of a volume may be another's: its files are no way to root's rights.
+const MOUNT_OPTIONS: &str = "nosuid,nodev";
+/// Times that mean: as usual, not bounded by a flag of a command.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(20);
 
 /// A volume that is attached at boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,21 +50,27 @@ pub struct AtBoot {
     pub id: String,
     pub block_size: u32,
     pub read_only: bool,
+    /// Its partitions are made devices.
+    pub partitions: bool,
     /// Where its file system is mounted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<PathBuf>,
 }
 
-/// File system of a block device.
-struct FileSystem {
-    uuid: String,
-    kind: String,
+/// How a file system is mounted, as a user asked.
+#[derive(Clone, Debug, Default)]
+pub struct MountOptions {
+    /// Words for mount(8) in the place of [`MOUNT_OPTIONS`].
+    pub options: Option<String>,
+    /// The kernel's name of the file system, where it is none of [`FILE_SYSTEMS`].
+    pub file_system: Option<String>,
 }
 
 impl AtBoot {
     pub fn new(volume: &str, id: &str, block_size: u32, read_only: bool) -> Self {
         let (volume, id) = (volume.to_owned(), id.to_owned());
-        Self { format: FORMAT, volume, id, block_size, read_only, mount: None }
+        let partitions = false;
+        Self { format: FORMAT, volume, id, block_size, read_only, partitions, mount: None }
     }
 
     /// The instance of the unit: the volume's name, or its id where that makes too long a name.
@@ -165,10 +189,20 @@ impl Etc {
 
     /// Makes the volume attach at each boot, and mount where it says so. `device`: where it is now.
     /// Returns what was written.
-    pub fn add(&self, volume: &AtBoot, device: &Path) -> Result<Vec<String>> {
+    pub fn add(
+        &self,
+        volume: &AtBoot,
+        device: &Path,
+        options: &MountOptions,
+    ) -> Result<Vec<String>> {
         let instance = volume.instance();
-        let line =
-            volume.mount.as_deref().map(|mount| line_of(volume, mount, device)).transpose()?;
+        let line = match volume.mount.as_deref() {
+            Some(mount) => {
+                let until = Instant::now() + PATIENCE;
+                Some(line_of(volume, mount, &file_system(device, until)?, options)?)
+            }
+            None => None,
+        };
         let text = serde_json::to_string_pretty(volume)? + "\n";
         let (record, link) = (self.record(&instance), self.link(&instance));
         for path in [&record, &link] {
@@ -240,38 +274,57 @@ fn is_line_of(line: &str, id: &str) -> bool {
 }
 
 /// The line of fstab. `nofail`: a host boots without the volume as well. `_netdev`: its file system is
-/// mounted when there is a network, and is no local one.
-fn line_of(volume: &AtBoot, mount: &Path, device: &Path) -> Result<String> {
-    let FileSystem { uuid, kind } = file_system(device)?;
-    let mode = if volume.read_only { "ro," } else { "" };
+/// mounted when there is a network, and is no local one. It is checked by Quoin, and not by systemd,
+/// which would do it while Quoin mounts it.
+fn line_of(volume: &AtBoot, mount: &Path, found: &str, options: &MountOptions) -> Result<String> {
+    match options.file_system.as_deref() {
+        Some(asked) if asked != found => bail!(
+            "the volume holds {found}, and --file-system asks for {asked}: name what it holds"
+        ),
+        None if !FILE_SYSTEMS.contains(&found) => bail!(
+            "the volume holds {found}, and only {} are mounted at boot without being named: give \
+             --file-system {found} if it is to be mounted",
+            FILE_SYSTEMS.join(" and ")
+        ),
+        _ => {}
+    }
+    let link = quoin_attach::file_name(&volume.volume).with_context(|| {
+        format!("the name of volume {} is too long for a device's", volume.volume)
+    })?;
+    let options = options.options.as_deref().unwrap_or(MOUNT_OPTIONS);
+    if options.is_empty() || options.contains(|letter: char| letter.is_whitespace()) {
+        bail!(
+            "--mount-options has words with commas between them and no blanks, as in nosuid,nodev"
+        );
+    }
+    let mode = if volume.read_only { ",ro" } else { "" };
+    // A clone has the UUID of its source, and both may be mounted here.
+    let unique = if found == "xfs" { ",nouuid" } else { "" };
     Ok(format!(
-        "UUID={uuid} {} {kind} {mode}nofail,_netdev,x-systemd.requires={},{MARK}{} 0 2",
+        "{LINKS}/{} {} {found} {}{mode}{unique},nofail,_netdev,x-systemd.requires={},{MARK}{} 0 0",
+        fstab_field(&link),
         fstab_field(&mount.to_string_lossy()),
+        fstab_field(options),
         fstab_field(&volume.unit()),
         volume.id
     ))
 }
 
-fn file_system(device: &Path) -> Result<FileSystem> {
+/// The kernel's name of the file system on a device.
+fn file_system(device: &Path, until: Instant) -> Result<String> {
     let shown = device.display();
-    let output = Command::new("blkid")
-        .args(["--probe", "--output", "export"])
-        .arg(device)
-        .stdin(Stdio::null())
-        .output()
-        .context("start blkid, which reads the type of a file system")?;
+    let mut command = Command::new("blkid");
+    command.args(["--probe", "--output", "export"]).arg(device);
+    let output = output_until(&mut command, until)?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let value = |key: &str| {
-        let mut lines = text.lines();
-        lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('=').map(str::to_owned))
-    };
-    match (value("UUID"), value("TYPE")) {
-        (Some(uuid), Some(kind)) => Ok(FileSystem { uuid, kind }),
-        _ => bail!(
+    let mut lines = text.lines();
+    let kind = lines.find_map(|line| line.strip_prefix("TYPE="));
+    kind.map(str::to_owned).with_context(|| {
+        format!(
             "there is no file system on {shown}: make one, as by `mkfs.ext4 {shown}`, and run this \
              again"
-        ),
-    }
+        )
+    })
 }
 
 /// Writes beside, syncs and renames: a crash leaves the old file or the new one.
@@ -292,13 +345,87 @@ fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
     done.with_context(|| format!("write {}", path.display()))
 }
 
-/// Mounts what fstab has for this path, where nothing is mounted there.
-pub fn mount(path: &Path) -> Result<()> {
-    if super::loop_devices::mounts()?.iter().any(|mount| mount.target == path) {
+/// Mounts this device where the volume's line in fstab says, with its type and options, unless it is
+/// mounted there.
+pub fn mount(etc: &Etc, volume: &AtBoot, device: &Path, until: Instant) -> Result<()> {
+    let Some(path) = volume.mount.as_deref() else { return Ok(()) };
+    let number = loop_devices::number_of(device)?;
+    let name = output::quoted(&volume.volume);
+    if let Some(present) = loop_devices::mounts()?.iter().rev().find(|one| one.target == path) {
+        if present.number == number {
+            return Ok(());
+        }
+        bail!(
+            "{} has another file system mounted ({}): it is not volume {name}, which is {}. Unmount \
+             it, and run `quoin volume attach {name} --at-boot --mount {}` again",
+            path.display(),
+            present.source.display(),
+            device.display(),
+            path.display()
+        );
+    }
+    let text = fs::read_to_string(etc.fstab()).unwrap_or_default();
+    let line = text.lines().find(|line| is_line_of(line, &volume.id)).with_context(|| {
+        format!(
+            "{} has no line of volume {name}: `quoin volume attach {name} --at-boot --mount PATH` \
+             writes it",
+            etc.fstab().display()
+        )
+    })?;
+    let field = |index: usize| line.split_whitespace().nth(index).unwrap_or_default();
+    let (kind, options) = (field(2), field(3));
+    fs::create_dir_all(path).with_context(|| format!("make {}", path.display()))?;
+    let is_writable = !options.split(',').any(|option| option == "ro");
+    // One that is mounted elsewhere on this host was checked, and cannot be.
+    if kind == "ext4" && is_writable && loop_devices::mounts_of(device)?.is_empty() {
+        let mut check = Command::new("e2fsck");
+        let output = output_until(check.arg("-p").arg(device), until)?;
+        // 1: it is repaired.
+        if !output.status.code().is_some_and(|code| code <= 1) {
+            bail!(
+                "the file system of volume {name} has damage that is not repaired without being \
+                 asked: run `e2fsck {}` by hand: {}",
+                device.display(),
+                said(&output)
+            );
+        }
+    }
+    let mut command = Command::new("mount");
+    command.args(["-t", kind, "-o"]).arg(loop_devices::unescape(options)).arg(device).arg(path);
+    run_until(&mut command, until)?;
+    check_mounted(path, &number)
+}
+
+/// Unmounts what is not the device that was meant: its number may be another volume's by now.
+fn check_mounted(path: &Path, number: &str) -> Result<()> {
+    let mounts = loop_devices::mounts()?;
+    let Some(present) = mounts.iter().rev().find(|one| one.target == path) else {
+        bail!(
+            "nothing is mounted at {} after it was mounted: run the command again",
+            path.display()
+        )
+    };
+    if present.number == number {
         return Ok(());
     }
-    fs::create_dir_all(path).with_context(|| format!("make {}", path.display()))?;
-    run(Command::new("mount").arg(path))
+    let shown = format!("{} ({})", present.source.display(), present.number);
+    run_until(Command::new("umount").arg(path), Instant::now() + PATIENCE)?;
+    bail!("{} got {shown} and not {number}: it is unmounted again", path.display())
+}
+
+/// Has the kernel make devices of the partitions of a device. A process of its own reads them, so that
+/// it can be given up.
+pub fn show_partitions(device: &Path, until: Instant) -> Result<()> {
+    let mut command = Command::new("partx");
+    let output = output_until(command.arg("--update").arg(device), until)?;
+    if !output.status.success() {
+        bail!(
+            "the partitions of {} are not there: partx failed: {}",
+            device.display(),
+            said(&output)
+        );
+    }
+    Ok(())
 }
 
 /// Tells systemd of a unit that is wanted now; nothing where systemd does not run.
@@ -312,13 +439,54 @@ pub fn notify_systemd(volume: &AtBoot, is_wanted: bool) -> Result<()> {
 }
 
 fn run(command: &mut Command) -> Result<()> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output();
-    let output = output.with_context(|| format!("start {program}"))?;
+    run_until(command, Instant::now() + PATIENCE)
+}
+
+fn run_until(command: &mut Command, until: Instant) -> Result<()> {
+    let output = output_until(command, until)?;
     if !output.status.success() {
-        bail!("{program} failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+        bail!("{} failed: {}", command.get_program().to_string_lossy(), said(&output));
     }
     Ok(())
+}
+
+fn said(output: &Output) -> String {
+    let text = if output.stderr.is_empty() { &output.stdout } else { &output.stderr };
+    output::plain(String::from_utf8_lossy(text).trim())
+}
+
+/// Runs a program to its end, or gives it up: one that waits for a device without an answer may not
+/// even be killed.
+fn output_until(command: &mut Command, until: Instant) -> Result<Output> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = piped.spawn().with_context(|| format!("start {program}"))?;
+    let mut read = [child.stdout.take().map(read_all), child.stderr.take().map(read_all)];
+    loop {
+        if let Some(status) = child.try_wait().with_context(|| format!("wait for {program}"))? {
+            let [stdout, stderr] = read.each_mut().map(|reader| {
+                reader.take().and_then(|reader| reader.join().ok()).unwrap_or_default()
+            });
+            return Ok(Output { status, stdout, stderr });
+        }
+        if Instant::now() >= until {
+            let _ = child.kill();
+            bail!("{program} has not ended in time: its device does not answer. Run this again");
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+/// Reads what a program prints, of which the first 64 KiB are kept.
+fn read_all(mut pipe: impl std::io::Read + Send + 'static) -> std::thread::JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
+        while let Ok(count @ 1..) = pipe.read(&mut buffer) {
+            let room = (64 << 10) - kept.len();
+            kept.extend_from_slice(&buffer[..count.min(room)]);
+        }
+        kept
+    })
 }
 
 #[cfg(test)]
@@ -351,13 +519,14 @@ mod tests {
         fs::set_permissions(etc.fstab(), fs::Permissions::from_mode(0o640)).unwrap();
         let volume = AtBoot::new("my-db", "0123", 4096, false);
         // Without a file system to mount there is no line.
-        let wrote = etc.add(&volume, Path::new("/dev/null")).unwrap();
+        let wrote = etc.add(&volume, Path::new("/dev/null"), &MountOptions::default()).unwrap();
         assert_eq!(wrote.len(), 2, "{wrote:?}");
         assert_eq!(etc.find("my-db", "0123").unwrap(), Some(volume.clone()));
         assert_eq!(etc.find("other", "0123").unwrap(), None);
         assert_eq!(fs::read_link(etc.link("my\\x2ddb")).unwrap(), Path::new(UNIT_FILE));
 
-        let line = format!("UUID=2 /srv/db ext4 nofail,{MARK}0123 0 2");
+        let line =
+            line_of(&volume, Path::new("/srv/db"), "ext4", &MountOptions::default()).unwrap();
         assert!(etc.change_fstab(&volume, Some(&line)).unwrap());
         assert!(!etc.change_fstab(&volume, Some(&line)).unwrap(), "it is there already");
         assert_eq!(fs::read_to_string(etc.fstab()).unwrap(), format!("{before}{line}\n"));
@@ -382,9 +551,46 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let etc = Etc(directory.path().into());
         let newer = AtBoot { format: FORMAT + 1, ..AtBoot::new("db", "0123", 512, true) };
-        etc.add(&newer, Path::new("/dev/null")).unwrap();
+        etc.add(&newer, Path::new("/dev/null"), &MountOptions::default()).unwrap();
         assert!(etc.find("db", "0123").unwrap_err().to_string().contains("newer Quoin"));
         fs::write(etc.record("db"), "{").unwrap();
         assert!(format!("{:#}", etc.find("db", "0123").unwrap_err()).contains("damaged"));
+    }
+
+    #[test]
+    fn a_line_names_the_link_and_no_content_of_the_volume_and_gives_no_rights_unasked() {
+        let volume = AtBoot::new("my db", "0123", 4096, true);
+        let line = |found: &str, options: &str, file_system: &str| {
+            let given = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
+            let options = MountOptions { options: given(options), file_system: given(file_system) };
+            line_of(&volume, Path::new("/srv/db"), found, &options).map_err(|e| e.to_string())
+        };
+        let usual = line("ext4", "", "").unwrap();
+        let begin = "/dev/quoin/my%20db /srv/db ext4 nosuid,nodev,ro,nofail,_netdev,";
+        assert!(usual.starts_with(begin) && usual.ends_with(" 0 0"), "{usual}");
+        assert!(line("xfs", "", "").unwrap().contains(" xfs nosuid,nodev,ro,nouuid,"));
+        assert!(line("ext4", "noatime", "").unwrap().contains(" ext4 noatime,ro,"));
+        assert!(line("btrfs", "", "btrfs").unwrap().contains(" btrfs nosuid,"));
+        for (found, options, file_system, why) in [
+            ("btrfs", "", "", "--file-system btrfs"),
+            ("ext4", "", "xfs", "holds ext4"),
+            ("ext4", "a b", "", "commas"),
+        ] {
+            let refused = line(found, options, file_system).unwrap_err();
+            assert!(refused.contains(why), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_program_that_does_not_end_is_given_up_and_one_that_prints_much_is_not() {
+        let began = Instant::now();
+        let soon = began + Duration::from_millis(100);
+        let error = output_until(Command::new("sleep").arg("60"), soon).unwrap_err().to_string();
+        assert!(error.contains("sleep has not ended"), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(30));
+        let mut prints = Command::new("head");
+        let later = Instant::now() + PATIENCE;
+        let output = output_until(prints.args(["-c", "1000000", "/dev/zero"]), later).unwrap();
+        assert!(output.status.success() && output.stdout.len() == 64 << 10);
     }
 }

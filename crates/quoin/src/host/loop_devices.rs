@@ -120,8 +120,15 @@ impl Device {
         Ok(true)
     }
 
+    /// Its mounts, and those of its partitions.
     pub fn mounts(&self) -> Result<Vec<Mount>> {
-        Ok(mounts()?.into_iter().filter(|mount| mount.number == self.number).collect())
+        let numbers = self.numbers();
+        Ok(mounts()?.into_iter().filter(|mount| numbers.contains(&mount.number)).collect())
+    }
+
+    fn numbers(&self) -> Vec<String> {
+        let own = std::iter::once(self.number.clone());
+        own.chain(partition_numbers(&self.path)).collect()
     }
 
     /// Returns true if a file system on it is mounted in any table of mounts, this one or another:
@@ -136,6 +143,7 @@ impl Device {
     pub fn mounts_elsewhere(&self) -> Vec<MountElsewhere> {
         let table_of = |process: &Path| fs::read_link(process.join("ns/mnt")).ok();
         let mut tables: Vec<_> = table_of(Path::new("/proc/self")).into_iter().collect();
+        let numbers = self.numbers();
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
             if !entry.file_name().as_bytes().iter().all(u8::is_ascii_digit) {
@@ -148,7 +156,7 @@ impl Device {
             tables.push(table);
             let lines = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
             let mounts = lines.lines().filter_map(Mount::parse);
-            found.extend(mounts.filter(|mount| mount.number == self.number).map(|mount| {
+            found.extend(mounts.filter(|mount| numbers.contains(&mount.number)).map(|mount| {
                 let path = mount.target.strip_prefix("/").unwrap_or(&mount.target);
                 MountElsewhere {
                     reachable_at: process.join("root").join(path),
@@ -204,19 +212,44 @@ fn sequence(name: &Path) -> Option<u64> {
     text.trim().parse().ok()
 }
 
-/// The mounts of a block device, by its path.
+/// `major:minor` of a block device.
+pub fn number_of(device: &Path) -> Result<String> {
+    let found = fs::metadata(device).with_context(|| format!("look at {}", device.display()))?;
+    let device = found.rdev();
+    Ok(format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device)))
+}
+
+/// `major:minor` of each partition of a block device.
+fn partition_numbers(device: &Path) -> Vec<String> {
+    let sysfs = Path::new("/sys/block").join(device.file_name().unwrap_or_default());
+    let entries = fs::read_dir(sysfs).into_iter().flatten().flatten().map(|entry| entry.path());
+    let partitions = entries.filter(|path| path.join("partition").exists());
+    let numbers = partitions.filter_map(|path| fs::read_to_string(path.join("dev")).ok());
+    numbers.map(|number| number.trim().to_owned()).collect()
+}
+
+/// The mounts of a whole block device, by its path.
 pub fn mounts_of(device: &Path) -> Result<Vec<Mount>> {
-    let device = fs::metadata(device)?.rdev();
-    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let number = number_of(device)?;
     Ok(mounts()?.into_iter().filter(|mount| mount.number == number).collect())
+}
+
+/// The mounts of a block device and of its partitions, by its path.
+pub fn mounts_of_all(device: &Path) -> Result<Vec<Mount>> {
+    let mut numbers = partition_numbers(device);
+    numbers.push(number_of(device)?);
+    Ok(mounts()?.into_iter().filter(|mount| numbers.contains(&mount.number)).collect())
 }
 
 /// A line of the mount table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    number: String,
+    /// `major:minor` of the device.
+    pub number: String,
     pub target: PathBuf,
     pub filesystem: String,
+    /// What was mounted, as it was named.
+    pub source: PathBuf,
 }
 
 /// The mount table, in the order in which things were mounted.
@@ -231,8 +264,10 @@ impl Mount {
         let mut words = line.split(' ');
         let number = words.nth(2)?.to_string();
         let target = unescape(words.nth(1)?);
-        let filesystem = words.skip_while(|word| *word != "-").nth(1)?.to_string();
-        Some(Self { number, target, filesystem })
+        let mut after = words.skip_while(|word| *word != "-");
+        let filesystem = after.nth(1)?.to_string();
+        let source = unescape(after.next().unwrap_or_default());
+        Some(Self { number, target, filesystem, source })
     }
 
     /// Programs that have something open on it or stand in it: `sh (process 7)`, at most five.
@@ -267,8 +302,8 @@ impl Mount {
     }
 }
 
-/// The kernel writes blanks, tabs, line ends and backslashes in octal.
-fn unescape(text: &str) -> PathBuf {
+/// The kernel, and fstab, write blanks, tabs, line ends and backslashes in octal.
+pub fn unescape(text: &str) -> PathBuf {
     let bytes = text.as_bytes();
     let mut plain = Vec::with_capacity(bytes.len());
     let mut index = 0;
@@ -293,6 +328,7 @@ mod tests {
         assert_eq!(parsed.number, "7:3");
         assert_eq!(parsed.target, Path::new("/mnt/my disk"));
         assert_eq!(parsed.filesystem, "ext4");
+        assert_eq!(parsed.source, Path::new("/dev/loop3"));
         assert!(Mount::parse("36 35").is_none());
         assert_eq!(unescape("a\\9\\"), Path::new("a\\9\\"));
     }
@@ -311,7 +347,8 @@ mod tests {
         let open = fs::File::create(directory.path().join("open")).unwrap();
         let device = open.metadata().unwrap().dev();
         let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-        let mount = Mount { number, target: directory.path().into(), filesystem: "any".into() };
+        let (target, source) = (directory.path().into(), PathBuf::new());
+        let mount = Mount { number, target, filesystem: "any".into(), source };
         assert!(mount.is_used_by(Path::new("/proc/self")));
         let nobody = Mount { number: "0:0".into(), ..mount };
         assert!(!nobody.is_used_by(Path::new("/proc/self")));

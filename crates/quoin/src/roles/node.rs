@@ -33,6 +33,14 @@ pub struct NodeOptions {
     /// docs/csi.md). Without it no token is needed, and the permissions of the socket decide.
     #[arg(long, value_name = "FILE")]
     callers: Option<PathBuf>,
+    /// The newest edition of CSI whose capabilities are advertised, 1.8 to 1.13; calls of later ones are
+    /// refused as not served. 1.13 adds health of volumes and topology of snapshots.
+    #[arg(long, value_name = "EDITION", default_value_t = quoin_csi::Edition::default())]
+    csi_edition: quoin_csi::Edition,
+    /// Advertise VOLUME_MOUNT_GROUP and give the files of a volume to the group that its publication
+    /// names. For orchestrators that do not do it themselves; Kubernetes does, by `fsGroup`.
+    #[arg(long)]
+    volume_mount_group: bool,
     #[command(flatten)]
     topology: super::topology::TopologyOptions,
     #[command(flatten)]
@@ -55,6 +63,8 @@ pub fn run(options: NodeOptions) -> Result<()> {
         node.driver_name = options.driver_name;
         node.volumes_max = options.volumes_max;
         node.callers = options.callers;
+        node.edition = options.csi_edition;
+        node.volume_mount_group = options.volume_mount_group;
         node.topology = options.topology.segments()?;
         Ok(quoin_csi::run(node, shutdown).await?)
     })

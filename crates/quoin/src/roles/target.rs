@@ -42,8 +42,9 @@ pub struct TargetOptions {
     /// may then read and write every volume.
     #[arg(long, requires = "nbd_listen")]
     nbd_plain: bool,
-    /// Where other nodes are let in that share a volume with this one, each with its certificate. The
-    /// port is opened with the first such volume; with --nbd-listen and TLS that port is used.
+    /// Where other nodes are let in that share a volume with this one, each with its certificate and to
+    /// that volume alone. The port is opened with the first such volume; with --nbd-listen and TLS that
+    /// port is used.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:10809")]
     share_listen: SocketAddr,
     #[command(flatten)]

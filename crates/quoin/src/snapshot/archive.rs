@@ -3,12 +3,13 @@
 use anyhow::{Context, Result, anyhow, bail};
 use quoin_export::{Header, Reader, Record};
 use serde::Serialize;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::BufReader;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::output::{self, Format};
+use crate::private_file::Beside;
 use crate::size::show_size;
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -138,23 +139,20 @@ pub fn unpack(options: &UnpackOptions, format: Format) -> Result<()> {
     if to.exists() {
         bail!("{} exists already: name another file with --to, or remove it", to.display());
     }
+    // Nothing is made for files that cannot be one image.
+    let mut before = None::<Header>;
+    for file in &options.files {
+        let reader = open(file)?;
+        check_follows(before.as_ref(), reader.header())
+            .with_context(|| file.display().to_string())?;
+        before = Some(reader.header().clone());
+    }
     // A half-made image must not be taken for a whole one.
-    let mut partial = to.as_os_str().to_owned();
-    partial.push(".partial");
-    let partial = PathBuf::from(partial);
-    let image = OpenOptions::new().write(true).create(true).truncate(true).open(&partial);
-    let image = image
-        .map_err(|error| anyhow!("cannot create {} ({error}): correct --to", partial.display()))?;
-    let view = match apply_all(&options.files, &image) {
-        Ok(view) => view,
-        Err(error) => {
-            let _ = std::fs::remove_file(&partial);
-            return Err(error);
-        }
-    };
-    image.sync_all().context("sync the image")?;
-    std::fs::rename(&partial, to)
-        .with_context(|| format!("rename {} to {}", partial.display(), to.display()))?;
+    let image = Beside::of(to)
+        .map_err(|error| anyhow!("cannot create {} ({error}): correct --to", to.display()))?;
+    let view = apply_all(&options.files, &image.file)?;
+    image.file.sync_all().context("sync the image")?;
+    image.keep_as(to).with_context(|| format!("make {}", to.display()))?;
     output::print_one(format, &view, || {
         let FileView { snapshot, volume, cut_at, .. } = &view;
         let note = match view.encrypted {
@@ -180,7 +178,10 @@ fn apply_all(files: &[PathBuf], image: &File) -> Result<FileView> {
             .with_context(|| file.display().to_string())?;
         image.set_len(reader.header().size_bytes).context("set the image's size")?;
         while let Some(record) = reader.next_record().map_err(|error| in_file(file, error))? {
-            apply(image, &record).context("write the image")?;
+            // What was never written is a hole already.
+            if before.is_some() || matches!(record, Record::Data { .. }) {
+                apply(image, &record).context("write the image")?;
+            }
         }
         view = Some(FileView::of(file, &reader));
         before = Some(reader.header().clone());
@@ -198,13 +199,33 @@ fn apply(image: &File, record: &Record) -> std::io::Result<()> {
     if fallocate(image, flags, offset, length).is_ok() {
         return Ok(());
     }
-    // This file system has no holes.
-    let end = offset + length;
+    zero(image, offset, offset + length)
+}
+
+/// Writes zeroes over what was written of a range, where the file system makes no holes. A file has as
+/// many as its header says, so more than there is room for is refused first.
+fn zero(image: &File, offset: u64, end: u64) -> std::io::Result<()> {
+    use rustix::fs::SeekFrom;
     let mut at = offset;
     while at < end {
-        let count = (end - at).min(ZEROES.len() as u64);
-        image.write_all_at(&ZEROES[..count as usize], at)?;
-        at += count;
+        at = match rustix::fs::seek(image, SeekFrom::Data(at)) {
+            Ok(data) if data < end => data,
+            Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        let hole = rustix::fs::seek(image, SeekFrom::Hole(at))?.min(end);
+        let below = rustix::fs::fstatvfs(image)?;
+        let has = image.metadata()?.blocks().saturating_mul(512);
+        if hole - at > below.f_bavail.saturating_mul(below.f_frsize).saturating_add(has) {
+            return Err(std::io::Error::other(
+                "this file system makes no holes and has no room for the zeroes in their place",
+            ));
+        }
+        while at < hole {
+            let count = (hole - at).min(ZEROES.len() as u64);
+            image.write_all_at(&ZEROES[..count as usize], at)?;
+            at += count;
+        }
     }
     Ok(())
 }
@@ -262,6 +283,53 @@ mod tests {
     }
 
     #[test]
+    fn what_lies_beside_an_image_is_left_alone_and_only_its_owner_reads_it() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        write(&path("full"), &header(3, None, 8), &[data(1, 1)]);
+        std::fs::write(path("precious"), "kept").unwrap();
+        std::fs::write(path("a.partial"), "kept").unwrap();
+        std::os::unix::fs::symlink(path("precious"), path("b.partial")).unwrap();
+        for (file, to) in [("none", "a"), ("full", "a"), ("none", "b"), ("full", "b")] {
+            let options = UnpackOptions { files: vec![path(file)], to: path(to) };
+            assert_eq!(unpack(&options, Format::Table).is_ok(), file == "full");
+        }
+        for name in ["precious", "a.partial", "b.partial"] {
+            assert_eq!(std::fs::read(path(name)).unwrap(), b"kept", "{name}");
+        }
+        let mode = std::fs::metadata(path("a")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        // A link in the place of the image is not written through, whether it leads anywhere or not.
+        std::os::unix::fs::symlink(path("nowhere"), path("c")).unwrap();
+        let options = UnpackOptions { files: vec![path("full")], to: path("c") };
+        assert!(unpack(&options, Format::Table).is_err());
+        assert!(!path("nowhere").exists());
+    }
+
+    #[test]
+    fn a_small_file_of_huge_holes_writes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let blocks = 1 << 30;
+        let hole = |lba: u64| Record::Hole { offset: lba * BLOCK, length: (blocks - lba) * BLOCK };
+        write(&path("full"), &header(3, None, blocks), &[data(1, 1), hole(2)]);
+        write(&path("more"), &header(7, Some(3), blocks), &[hole(0)]);
+        let image = File::create_new(path("image")).unwrap();
+        let files = [path("full"), path("more")];
+        apply_all(&files, &image).unwrap();
+        assert_eq!(image.metadata().unwrap().len(), blocks * BLOCK);
+        assert!(image.metadata().unwrap().blocks() * 512 <= 1 << 20);
+        // The same where the file system punches none: only what was written is written over.
+        image.write_all_at(&[7; 4096], 5 * BLOCK).unwrap();
+        zero(&image, 0, blocks * BLOCK).unwrap();
+        let mut found = [1; 4096];
+        image.read_exact_at(&mut found, 5 * BLOCK).unwrap();
+        assert_eq!(found, [0; 4096]);
+        assert!(image.metadata().unwrap().blocks() * 512 <= 1 << 20);
+    }
+
+    #[test]
     fn files_that_do_not_follow_each_other_or_are_damaged_leave_no_image() {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
@@ -282,7 +350,8 @@ mod tests {
             let error = unpack(&options, Format::Table).unwrap_err();
             let text = output::sentence(&error);
             assert!(text.contains(why), "{text}");
-            assert!(!path("img").exists() && !path("img.partial").exists());
+            let left = std::fs::read_dir(dir.path()).unwrap().count();
+            assert!(!path("img").exists() && left == 3, "{left}");
         }
         assert!(verify(&[path("cut")], Format::Table).is_err());
     }

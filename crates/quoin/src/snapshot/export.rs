@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use quoin_api::control::{Snapshot, SnapshotPart, SnapshotRange};
 use quoin_export::{DATA_BYTES_MAX, Header, Point, Record, Writer, scan};
 use serde::{Deserialize, Serialize};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{BufReader, BufWriter, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,7 @@ use super::pull::Pull;
 use crate::client::{ClientOptions, Cluster, get_volume};
 use crate::events::show_time;
 use crate::output::{self, Format};
+use crate::private_file;
 use crate::size::show_size;
 
 pub const HELP: &str = "Examples:\n  quoin snapshot export monday --to db.full\n  \
@@ -250,14 +251,14 @@ impl Archive {
     fn open(to: &Path, header: &Header) -> Result<Self> {
         let buffered = |file| BufWriter::with_capacity(BUFFER_BYTES, file);
         let size_bytes = header.size_bytes;
-        let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        let file = match options.clone().create_new(true).open(to) {
+        let file = match private_file::create_new(to) {
             Ok(file) => {
                 let writer = Writer::begin(buffered(file), header)?;
                 return Ok(Self::begun(writer, size_bytes));
             }
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => options.open(to),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                private_file::open_own(to)
+            }
             Err(error) => return Err(cannot_create(to, &error)),
         };
         let mut file = file.map_err(|error| cannot_create(to, &error))?;
@@ -416,16 +417,14 @@ impl RawImage {
         let mut name = to.as_os_str().to_owned();
         name.push(".progress");
         let progress_path = PathBuf::from(name);
-        let mut options = OpenOptions::new();
-        options.write(true);
-        let (file, progress) = match options.clone().create_new(true).open(to) {
+        let (file, progress) = match private_file::create_new(to) {
             Ok(file) => {
                 file.set_len(snapshot.size_bytes).context("set the image's size")?;
                 let snapshot_id = snapshot.id.clone();
                 (file, Progress { snapshot_id, next: 0, data_bytes: 0 })
             }
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-                let progress = std::fs::read(&progress_path).ok();
+                let progress = private_file::read_own(&progress_path).ok();
                 let progress = progress.and_then(|json| serde_json::from_slice(&json).ok());
                 let Some(progress) = progress.filter(|p: &Progress| p.snapshot_id == snapshot.id)
                 else {
@@ -436,7 +435,8 @@ impl RawImage {
                     );
                 };
                 eprintln!("goes on with {} at byte {}", to.display(), progress.next);
-                (options.open(to).map_err(|error| cannot_create(to, &error))?, progress)
+                let file = private_file::open_own(to);
+                (file.map_err(|error| cannot_create(to, &error))?, progress)
             }
             Err(error) => return Err(cannot_create(to, &error)),
         };
@@ -469,10 +469,7 @@ impl Sink for RawImage {
         self.file.sync_data().context("write the image")?;
         self.progress.next = self.next.unwrap_or(self.size_bytes);
         let json = serde_json::to_vec(&self.progress)?;
-        let mut beside = self.progress_path.as_os_str().to_owned();
-        beside.push(".new");
-        std::fs::write(&beside, json)
-            .and_then(|()| std::fs::rename(&beside, &self.progress_path))
+        private_file::replace(&self.progress_path, &json)
             .with_context(|| format!("write {}", self.progress_path.display()))
     }
 

@@ -1,18 +1,20 @@
 //! `quoin volume attach --at-boot` and what its unit runs at a boot: [`crate::host::at_boot`] has the
 //! files.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use quoin_api::control::Volume;
 use quoin_attach::AttachClient;
-use quoin_attach::protocol::AttachVolume;
+use quoin_attach::protocol::{AttachVolume, Attached};
 use quoin_nbd::client::{Address, ClientOptions as NbdOptions, Pipe};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::attach::HostOptions;
 use crate::client::ClientOptions;
-use crate::host::at_boot::{AtBoot, Etc, mount, notify_systemd};
+use crate::host::at_boot::{
+    AtBoot, Etc, MountOptions, PATIENCE, mount, notify_systemd, show_partitions,
+};
 use crate::output;
 
 /// Devices and mounts of a volume that a host is to have after a boot.
@@ -25,6 +27,17 @@ pub struct AtBootOptions {
     /// Mount its file system here, now and at each boot: by a line in /etc/fstab.
     #[arg(long, value_name = "PATH", requires = "at_boot")]
     mount: Option<PathBuf>,
+    /// Options of that mount in the place of `nosuid,nodev`, with commas between them.
+    #[arg(long, value_name = "OPTIONS", requires = "mount")]
+    mount_options: Option<String>,
+    /// The type of its file system, where it is another than ext4 and xfs: only these are mounted
+    /// without being named.
+    #[arg(long, value_name = "TYPE", requires = "mount")]
+    file_system: Option<String>,
+    /// Make its partitions devices too (`/dev/loop0p1`), by partx of util-linux; with --at-boot, at
+    /// each boot. They go when the volume is detached.
+    #[arg(long, conflicts_with = "nbd")]
+    partitions: bool,
     /// Do not attach it at boot any more.
     #[arg(long, conflicts_with_all = ["at_boot", "nbd"])]
     not_at_boot: bool,
@@ -54,6 +67,11 @@ impl AtBootOptions {
         self.at_boot
     }
 
+    /// Returns true if partitions are to be devices.
+    pub fn shows_partitions(&self) -> bool {
+        self.partitions
+    }
+
     /// Refuses what could not be written later, before anything is changed.
     pub fn check(&self, volume: &Volume) -> Result<()> {
         if self.changes() && !rustix::process::geteuid().is_root() {
@@ -69,21 +87,26 @@ impl AtBootOptions {
 
     /// Writes, or takes back, what the next boot needs. `device`: where the volume is now.
     pub fn apply(&self, volume: &Volume, read_only: bool, device: &Path) -> Result<()> {
+        if self.partitions {
+            show_partitions(device, Instant::now() + PATIENCE)?;
+        }
         if self.not_at_boot {
             return forget(volume);
         }
         if !self.at_boot {
             return Ok(());
         }
-        let record = AtBoot { mount: self.mount.clone(), ..record_of(volume, read_only) };
-        for path in Etc::default().add(&record, device)? {
+        let (mount_path, partitions) = (self.mount.clone(), self.partitions);
+        let record = AtBoot { mount: mount_path, partitions, ..record_of(volume, read_only) };
+        let options = MountOptions {
+            options: self.mount_options.clone(),
+            file_system: self.file_system.clone(),
+        };
+        for path in Etc::default().add(&record, device, &options)? {
             eprintln!("wrote {path}");
         }
         notify_systemd(&record, true)?;
-        match &record.mount {
-            Some(path) => mount(path),
-            None => Ok(()),
-        }
+        mount(&Etc::default(), &record, device, Instant::now() + PATIENCE)
     }
 }
 
@@ -113,26 +136,15 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
     let run = client.run_directory();
     let socket = run.join("nbd").join(format!("{}.sock", record.id));
     let daemon = AttachClient::new(run.join("attach").join("attach.sock"));
-    let began = Instant::now();
+    let until = Instant::now() + client.timeout();
     let attached = loop {
-        let attempt = async {
-            // The volume may have grown since.
-            let size =
-                Pipe::connect(&NbdOptions::new(Address::Unix(socket.clone())))?.info().size_bytes;
-            let request = AttachVolume {
-                volume: record.id.clone(),
-                nbd_socket: socket.clone(),
-                size,
-                block_size: record.block_size,
-                read_only: record.read_only,
-                file_only: false,
-                key: None,
-            };
-            anyhow::Ok(daemon.attach(request).await?)
-        };
-        match attempt.await {
+        let left = until.saturating_duration_since(Instant::now());
+        let attempt = tokio::time::timeout(left, attach(&record, &socket, &daemon)).await;
+        let unanswered =
+            |_| anyhow!("the attach process waits for the kernel, or for the volume's IO");
+        match attempt.map_err(unanswered).and_then(|outcome| outcome) {
             Ok(attached) => break attached,
-            Err(error) if began.elapsed() > client.timeout() => {
+            Err(error) if Instant::now() >= until => {
                 return Err(error).with_context(|| {
                     format!(
                         "volume {name} is no device here after {} s. Its target serves it where the \
@@ -145,8 +157,29 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
             Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
         }
     };
-    if let Some(path) = &record.mount {
-        mount(path)?;
+    let device = &attached.device;
+    // Where something is in the way of the link, the attach process reports it in its log.
+    let left = until.saturating_duration_since(Instant::now());
+    let _ = tokio::time::timeout(left, daemon.link(&record.id, &record.volume)).await;
+    if record.partitions {
+        show_partitions(device, until)?;
     }
-    output::print_line(&attached.device.display().to_string())
+    mount(&Etc::default(), &record, device, until)?;
+    output::print_line(&device.display().to_string())
+}
+
+async fn attach(record: &AtBoot, socket: &Path, daemon: &AttachClient) -> Result<Attached> {
+    let asked = NbdOptions::new(Address::Unix(socket.to_owned()));
+    // The volume may have grown since.
+    let size = Pipe::connect(&asked)?.info().size_bytes;
+    let request = AttachVolume {
+        volume: record.id.clone(),
+        nbd_socket: socket.to_owned(),
+        size,
+        block_size: record.block_size,
+        read_only: record.read_only,
+        file_only: false,
+        key: None,
+    };
+    Ok(daemon.attach(request).await?)
 }

@@ -128,7 +128,7 @@ pub async fn attach(
     let is_elsewhere = match &here {
         Some(here) => *here != node,
         // A host with neither a target nor an attach process only asks.
-        None => options.nbd.is_none() && attach_daemon(client).list().await.is_err(),
+        None => options.nbd.is_none() && attach_daemon(client).find("").await.is_err(),
     };
     if is_elsewhere && options.nbd == Some(Nbd::Unix) {
         bail!(
@@ -144,6 +144,9 @@ pub async fn attach(
             "the volume is encrypted, and its key is given to a target on its own host only: run \
              the command on {node}"
         );
+    }
+    if is_elsewhere && options.boot.shows_partitions() {
+        bail!("--partitions makes devices of the host it is given on: run the command on {node}");
     }
     if options.boot.is_at_boot() && keys::is_encrypted(&volume) {
         bail!("an encrypted volume is not attached at boot: no key is kept on this host");
@@ -228,12 +231,23 @@ pub async fn attach(
             "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
         )?,
     };
+    // Before all that can fail: commands and fstab use the link. A device without one, where something
+    // is in the way, is a device all the same, and the attach process reports that in its log.
+    let linked = daemon.link(&volume.id, &view.volume).await.ok().and_then(|linked| linked.link);
     warn_about_dead_mounts(&volume, client);
     let after = options.boot.apply(&volume, options.read_only, &attached.device);
-    after.with_context(|| format!("the volume is attached as {}", attached.device.display()))?;
-    // A device without a link is a device all the same: an older attach process makes none, and
-    // where something is in the way of it, that process reports it in its log.
-    let linked = daemon.link(&volume.id, &view.volume).await.ok().and_then(|linked| linked.link);
+    after.with_context(|| {
+        let made = linked.as_deref().unwrap_or(&attached.device);
+        format!("the volume is attached as {}", made.display())
+    })?;
+    if volume.spec.as_ref().is_some_and(|spec| spec.block_size == 4096)
+        && has_small_sectors(&attached.device)
+    {
+        eprintln!(
+            "note: the volume holds a partition table for sectors of 512 bytes, and has blocks of \
+             4096: its partitions are not found. Copy the image to a volume made with --block-size 512"
+        );
+    }
     let shown = |path: &Path| path.display().to_string();
     let view = AttachedView {
         device: shown(&attached.device),
@@ -244,6 +258,32 @@ pub async fn attach(
         "" => view.device.clone(),
         link => link.to_owned(),
     })
+}
+
+/// Time for a device to show its first bytes; a volume without a majority shows none.
+const LOOK: Duration = Duration::from_secs(2);
+
+/// Returns true if the device holds a GPT that was made for sectors of 512 bytes.
+fn has_small_sectors(device: &Path) -> bool {
+    use std::io::Read;
+    let device = device.to_owned();
+    let (answer, looked) = std::sync::mpsc::channel();
+    // On a thread, which can be given up.
+    std::thread::spawn(move || {
+        let mut head = [0; 4096];
+        let read = std::fs::File::open(device).and_then(|mut file| file.read_exact(&mut head));
+        // The caller may have stopped waiting.
+        let _ = answer.send(read.is_ok() && is_for_small_sectors(&head));
+    });
+    looked.recv_timeout(LOOK).unwrap_or(false)
+}
+
+/// A protective MBR with one partition of kind `ee`, and the header of the GPT at byte 512.
+fn is_for_small_sectors(head: &[u8; 4096]) -> bool {
+    const PARTITION_KIND: usize = 446 + 4;
+    head[510..512] == *b"\x55\xaa"
+        && (0..4).any(|entry| head[PARTITION_KIND + entry * 16] == 0xee)
+        && head[512..520] == *b"EFI PART"
 }
 
 pub(super) fn attach_daemon(client: &ClientOptions) -> AttachClient {
@@ -259,7 +299,8 @@ async fn check_daemon(client: &ClientOptions) -> Result<()> {
             stuck.way_out()
         );
     }
-    match attach_daemon(client).list().await {
+    // Any volume will do: an answer is proof enough.
+    match attach_daemon(client).find("").await {
         Ok(_) => Ok(()),
         Err(_) if !rustix::process::geteuid().is_root() => bail!(
             "a block device needs root: run the command with sudo where `quoin attach` runs, or \
@@ -282,8 +323,7 @@ async fn device_here(volume: &Volume, client: &ClientOptions) -> Option<PathBuf>
 
 pub(super) async fn attached_here(volume: &Volume, client: &ClientOptions) -> Option<Attached> {
     // Without a daemon there is no device.
-    let attached = attach_daemon(client).list().await.ok()?;
-    attached.into_iter().find(|attached| attached.volume == volume.id)
+    attach_daemon(client).find(&volume.id).await.ok()?
 }
 
 /// Devices and mounts of a volume on this host; `None` where there is nothing to report.
@@ -302,7 +342,7 @@ pub async fn local_device(volume: &Volume, client: &ClientOptions) -> Option<Loc
         device = held.into_iter().find(|held| held.volume == volume.id).map(|held| held.path);
     }
     let mounts =
-        device.as_deref().map(loop_devices::mounts_of).and_then(Result::ok).unwrap_or_default();
+        device.as_deref().map(loop_devices::mounts_of_all).and_then(Result::ok).unwrap_or_default();
     let shown = |mount: &loop_devices::Mount| mount.target.display().to_string();
     let dead = lost::mounts_of(&client.run_directory(), &volume.id);
     if device.is_none() && dead.is_empty() && stuck.is_none() {
@@ -473,4 +513,27 @@ async fn wait_for_target(
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_partition_table_for_other_sectors_is_recognised() {
+        let mut head = [0; 4096];
+        assert!(!is_for_small_sectors(&head));
+        head[510..512].copy_from_slice(b"\x55\xaa");
+        head[450] = 0xee;
+        assert!(!is_for_small_sectors(&head), "the table itself may be at byte 4096");
+        head[512..520].copy_from_slice(b"EFI PART");
+        assert!(is_for_small_sectors(&head));
+        head[450] = 0x83;
+        assert!(!is_for_small_sectors(&head));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert!(!has_small_sectors(file.path()), "it is too small");
+        head[450] = 0xee;
+        std::fs::write(file.path(), head).unwrap();
+        assert!(has_small_sectors(file.path()));
+    }
 }

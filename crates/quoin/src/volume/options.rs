@@ -24,7 +24,14 @@ fn flag(key: &str) -> String {
 }
 
 fn argument(option: &'static VolumeOption) -> Arg {
-    let argument = Arg::new(option.key).long(flag(option.key)).help(option.help);
+    let help = match option.key {
+        "blockSize" => {
+            "Logical block size; fixed for life. 512 for disk images and VMs with a GPT that was made \
+             for sectors of 512 bytes: with 4096 its partitions are not found"
+        }
+        _ => option.help,
+    };
+    let argument = Arg::new(option.key).long(flag(option.key)).help(help);
     match option.values {
         Values::Words(words) => {
             argument.value_parser(PossibleValuesParser::new(words.split(" | ")))

@@ -112,9 +112,7 @@ fn waits(volume: &Volume, attachment: &Attachment) -> String {
     let causes = [&attachment.device_message, &attachment.message, &volume.waiting_for];
     match causes.into_iter().find(|cause| !cause.is_empty()) {
         Some(cause) => cause.clone(),
-        None => "its target has not reported the device yet; a target of an older version never \
-             does"
-            .into(),
+        None => "its target has not reported the device yet".into(),
     }
 }
 
@@ -123,10 +121,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_cause_is_named_and_an_old_target_is_suspected_without_one() {
+    fn the_nearest_cause_is_named() {
         let mut attachment = Attachment::default();
         let mut volume = Volume::default();
-        assert!(waits(&volume, &attachment).contains("older version"));
+        assert!(waits(&volume, &attachment).contains("has not reported"));
         volume.waiting_for = "pool a to come online".into();
         assert_eq!(waits(&volume, &attachment), "pool a to come online");
         attachment.message = "node h2 is offline".into();

@@ -1,6 +1,6 @@
 //! Bulk connections, which end and are slow without their sessions.
 
-use quoin_replication::primary::{Knows, PrimaryEvent};
+use quoin_replication::primary::PrimaryEvent;
 use quoin_types::{BulkKey, SessionKey};
 
 use super::{Mend, World};
@@ -25,12 +25,6 @@ impl World {
         self.network.bulk_storm = self.random.between(2, 2000);
         self.lasting(8000, Mend::BulkStorm);
         true
-    }
-
-    /// Some pools are of a version that knows no bulk connection.
-    pub(super) fn known_by(&self, pool: usize) -> Knows {
-        let is_former = (self.setup.seed + pool as u64).is_multiple_of(8);
-        Knows { bulk: !is_former, ..Knows::ALL }
     }
 
     /// A target's session goes on, whatever becomes of what was copied: it may be one that counts.

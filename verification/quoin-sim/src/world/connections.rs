@@ -125,7 +125,7 @@ impl World {
         connection.pool_open = true;
         self.dial_ended(target, id, true);
         let event = match bulk {
-            None => PrimaryEvent::Connected { session, knows: self.known_by(pool) },
+            None => PrimaryEvent::Connected { session },
             Some(number) => PrimaryEvent::BulkConnected { bulk: BulkKey { session, number } },
         };
         self.feed_target(target, vec![event]);

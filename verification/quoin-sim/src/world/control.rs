@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use quoin_replication::primary::PrimaryEvent;
+use quoin_replication::primary::{LiveOptions, PrimaryEvent};
 use quoin_types::{Desired, Member, Membership, Newcomer, Term};
 
 use super::checkers::Observation;
@@ -53,6 +53,14 @@ impl Control {
     pub fn desired(&self) -> PrimaryEvent {
         let version = self.record.membership.version;
         PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
+    }
+
+    /// Changes the options in all copies of the record.
+    pub fn set_options(&mut self, options: LiveOptions) {
+        let copies = [self.backup.as_mut(), self.old_record.as_mut()].into_iter().flatten();
+        for record in copies.chain([&mut self.record]) {
+            record.options = Some(options);
+        }
     }
 
     /// Succeeds if what is desired is what is.
@@ -202,13 +210,16 @@ impl World {
                 process.grant.swapped = Some((version, membership.clone()));
             }
         }
-        // A grant comes with the options of the records.
+        // A grant comes with the options of the record that granted it; the driver takes them from
+        // the answer to the newest question.
+        let asked = self.targets[target].process.as_ref().map(|p| p.grant.incarnation);
         let options = match &answer {
-            Answer::Granted { .. } => self.recorded_options(true),
+            Answer::Granted { incarnation, options, .. } if asked == Some(*incarnation) => *options,
             _ => None,
         };
+        let options = options.map(PrimaryEvent::Options);
         let event = match answer {
-            Answer::Granted { incarnation, epoch, membership } => {
+            Answer::Granted { incarnation, epoch, membership, .. } => {
                 PrimaryEvent::Granted { incarnation, epoch, membership }
             }
             Answer::NotOwner { incarnation } => PrimaryEvent::NotOwner { incarnation },

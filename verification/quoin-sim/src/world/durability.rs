@@ -5,7 +5,7 @@
 //! every write that is acknowledged is on the media of a quorum, and so is what a read shows. A
 //! change to `cache` ends that promise as soon as it is in the records.
 
-use quoin_replication::primary::{LiveOptions, PrimaryEvent};
+use quoin_replication::primary::LiveOptions;
 use quoin_types::Durability;
 
 use super::{Event, World};
@@ -62,11 +62,9 @@ impl World {
         }
     }
 
-    /// The options in the records, as a target is sent them. `None`: they never changed.
-    pub(crate) fn recorded_options(&self, granted: bool) -> Option<PrimaryEvent> {
-        let version = self.operators.durability.version;
-        let options = LiveOptions::of(&self.setup.config, version);
-        (version > 0).then_some(PrimaryEvent::Options { options, granted })
+    /// The options that a target which starts opens with.
+    pub(crate) fn recorded_options(&self) -> LiveOptions {
+        LiveOptions::of(&self.setup.config, self.operators.durability.version)
     }
 
     pub(crate) fn change_durability(&mut self) {
@@ -81,10 +79,12 @@ impl World {
         let changes = &mut self.operators.durability;
         changes.times_left -= 1;
         changes.version += 1;
+        let version = changes.version;
         let is_sent = std::mem::replace(&mut changes.sending, true);
         if next == Durability::Cache {
             changes.promised = next;
         }
+        self.control.set_options(LiveOptions::of(&self.setup.config, version));
         self.trace.line(self.schedule.now(), || format!("durability is to be {next:?}"));
         self.stats.operators.durability_changes += 1;
         if !is_sent {
@@ -93,18 +93,20 @@ impl World {
         self.plan_durability();
     }
 
-    /// Sends the options to the owner's target until it has them in force.
+    /// Sends the options to the owner's target until it has them in force. They become an event there
+    /// when they differ from what came last.
     pub(crate) fn send_options(&mut self) {
         let owner = self.control.record.owner;
-        if self.targets[owner].process.is_some() && !self.targets[owner].paused {
-            let options = self.recorded_options(false);
-            self.feed_target(owner, options.into_iter().collect());
+        let (options, is_paused) = (self.recorded_options(), self.targets[owner].paused);
+        if let Some(process) = self.targets[owner].process.as_mut().filter(|_| !is_paused) {
+            let event = process.orders.change_options(options);
+            self.feed_target(owner, event.into_iter().collect());
         }
-        let version = self.operators.durability.version;
-        let process = self.targets[owner].process.as_ref();
-        let newest = self.checkers.durability.served_epoch();
-        let serves = process.filter(|p| p.serving.is_some_and(|epoch| epoch >= newest));
-        if serves.is_some_and(|p| p.target.status().options_version == version) {
+        // As the controller does, it believes the owner's target of the newest epoch that was granted.
+        let granted = self.control.record.epoch.max(self.checkers.durability.served_epoch());
+        let status = self.targets[owner].process.as_ref().map(|p| p.target.status());
+        let status = status.filter(|status| status.epoch == granted);
+        if status.is_some_and(|status| status.options_version == options.version) {
             let durability = self.setup.config.durability;
             self.trace.line(self.schedule.now(), || format!("{durability:?} is in force"));
             self.operators.durability.promised = durability;

@@ -5,7 +5,7 @@ use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::disk::fetch::{Fetch, Owner};
-use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_types::message::{Failure, FromReplica, Ping, RoomGrant, ToReplica};
 use quoin_types::{Epoch, Member, SessionKey, Time};
 
 use super::checkers::{Connected, Observation};
@@ -18,6 +18,9 @@ use crate::network::{ConnectionId, Taken, Way};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
 
+/// Time that a read of a cold disk takes which the pool's thread waits for, caches counted.
+const BLOCKED_READ: u64 = 500 * MICROSECOND;
+
 /// One life of a pool process.
 pub(crate) struct Process {
     /// `None`: the pool holds no replica of the volume.
@@ -25,8 +28,8 @@ pub(crate) struct Process {
     timer: Option<Time>,
     arm: u32,
     idle_planned: bool,
-    /// The pool is short of room, as its replica was told.
-    short: bool,
+    /// The room that its replica was told of.
+    room: Option<RoomGrant>,
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
     stopping: Option<Stopping>,
@@ -134,7 +137,7 @@ impl World {
             timer: None,
             arm: 0,
             idle_planned: false,
-            short: false,
+            room: None,
             syncing: false,
             stopping: None,
             rounds: Rounds::begin(local),
@@ -185,6 +188,16 @@ impl World {
         let polite = self.hosts.powered[self.pools[pool].host];
         for id in self.sessions_of(pool) {
             self.end_of_pool_dies(id, polite);
+        }
+    }
+
+    /// A replica that is deleted has no session any more: its pool ends the connections for it.
+    pub(super) fn end_sessions_of_deleted(&mut self, pool: usize) {
+        if let Some(process) = &mut self.pools[pool].process {
+            process.replica = None;
+        }
+        for id in self.sessions_of(pool) {
+            self.pool_closes(id);
         }
     }
 
@@ -446,13 +459,20 @@ impl World {
         let Some(process) = &mut here.process else { return };
         let Some(replica) = &mut process.replica else { return };
         let mut actions = Vec::new();
-        let short = here.storage.is_short(process.short);
-        let room = (short != process.short).then_some(ReplicaEvent::Room { short });
-        process.short = short;
-        let mut events = Some(events);
+        let told = process.room.unwrap_or(RoomGrant::UNBOUNDED);
+        let first = process.room.is_none().then(|| ReplicaEvent::Room(here.storage.room(told)));
+        let mut events = Some(first.into_iter().chain(events));
         let found = here.storage.with(guid, &mut |store| {
-            for event in events.take().into_iter().flatten().chain(room.clone()) {
+            for event in events.take().into_iter().flatten() {
                 replica.on(now, event, store, &mut actions);
+            }
+        });
+        // The room is told before what these events applied is acknowledged.
+        let room = here.storage.room(told);
+        let is_new = process.room.replace(room) != Some(room);
+        here.storage.with(guid, &mut |store| {
+            if is_new {
+                replica.on(now, ReplicaEvent::Room(room), store, &mut actions);
             }
             replica.flush(&mut actions);
         });
@@ -686,7 +706,14 @@ impl World {
         if here.paused {
             return;
         }
+        here.storage.take_blocked_reads();
         let worked = here.storage.background();
+        let blocked = here.storage.take_blocked_reads();
+        if blocked > 0 {
+            // Its thread does nothing else until they have ended.
+            here.paused = true;
+            self.schedule.after(blocked * BLOCKED_READ, Event::Mend(Mend::ResumePool(pool)));
+        }
         self.plan_fetches(pool);
         if let Err(error) = worked {
             self.trace.line(self.schedule.now(), || format!("pool {pool} background: {error}"));

@@ -352,6 +352,7 @@ impl World {
             owner: 0,
             membership: membership.clone(),
             desired: Desired { drf: rf, ..Desired::default() },
+            options: None,
         };
         let (fences, terms) = (Fences::draw(seed, swarm), Terms::draw(seed, swarm));
         let target =

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use quoin_replication::primary::{
     Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, TIMER_DELAY_MIN,
 };
+use quoin_replication::target_host::orders::Orders;
 use quoin_replication::target_host::round::Round;
 use quoin_types::block::{BlockError, Payload, Reply};
 use quoin_types::entry::SharedEntry;
@@ -47,6 +48,7 @@ pub(crate) struct Process {
     pub(super) stalled: Option<(Round, Instant)>,
     /// `None`: the volume has no limit.
     pub(super) limited: Option<Limited>,
+    pub(super) orders: Orders,
 }
 
 /// Answers of the control plane to a target.
@@ -88,6 +90,7 @@ impl World {
         }
         let now = self.local(host);
         let seed = self.random.draw();
+        let options = self.recorded_options();
         self.targets[target].life += 1;
         let life = self.targets[target].life;
         self.trace.line(self.schedule.now(), || format!("target {target} starts (life {life})"));
@@ -107,11 +110,13 @@ impl World {
             sessions: BTreeMap::new(),
             stalled: None,
             limited: self.limited(now),
+            orders: Orders::new(options),
         });
         self.observe(&Observation::TargetStarted { target });
         self.dials_begin(target);
         let desired = self.control.desired();
-        let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit(target));
+        let events = [PrimaryEvent::Options(options), PrimaryEvent::Timer, desired];
+        let events = events.into_iter().chain(self.memory_limit(target));
         self.feed_target(target, events.collect());
     }
 

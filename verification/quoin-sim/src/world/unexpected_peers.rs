@@ -267,6 +267,7 @@ impl World {
         let Some(pool) = self.pools.iter().position(is_here) else { return };
         if self.pools[pool].storage.delete(member.guid).is_ok() {
             self.pools[pool].gone = true;
+            self.end_sessions_of_deleted(pool);
             let delay = self.operators.members.random.between(500, 2000) * MILLISECOND;
             self.schedule.after(delay, Event::Recreate { pool });
         }

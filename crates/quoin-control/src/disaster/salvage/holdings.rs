@@ -60,9 +60,7 @@ impl Told {
         self.deleted.extend(deleted.filter_map(guid));
         for holding in &piece.replicas {
             let replica = held(&piece.pool, holding)?;
-            if holding.knows_snapshots {
-                self.snapshots.insert(replica.member.guid, snapshots(holding)?);
-            }
+            self.snapshots.insert(replica.member.guid, snapshots(holding)?);
             self.replicas.push(replica);
         }
         if self.replicas.len() > REPLICAS_MAX || self.deleted.len() > DELETED_MAX {

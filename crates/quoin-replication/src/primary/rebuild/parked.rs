@@ -112,12 +112,12 @@ impl Primary {
         let mut rebuild = self.rebuilds.take(member)?;
         let ack = self.members[index].ack.as_ref();
         let (shadow, cut) = (ack.and_then(|a| a.shadow), ack.and_then(|a| a.shadow_cut));
-        match shadow {
-            Some((id, start, cursor))
+        match shadow.zip(cut) {
+            Some(((id, start, cursor), cut))
                 if (id, start) == (rebuild.id, rebuild.start)
-                    // At the end of a view without its cut an older replica cannot go on.
-                    && (cursor != u64::MAX || cut.is_some())
-                    && rebuild.boundary.is_some_and(|(id, _)| self.history.snapshot(id).is_some())
+                    && rebuild
+                        .boundary
+                        .is_some_and(|(id, _)| self.history.snapshot(id).is_some())
                     && matches!(rebuild.stage, Stage::Moving | Stage::Beginning)
                     && self.resume(&mut rebuild, cut, cursor) =>
             {

@@ -358,7 +358,6 @@ impl Primary {
         let (id, after, repair) =
             (self.verification.request(), self.history.last.lsn, verify.order.repair);
         let mut waits_for = Vec::new();
-        let mut old = false;
         let mut asked = Vec::new();
         for member in self.members.membership.known.clone() {
             let at = self.members.position(member);
@@ -369,14 +368,12 @@ impl Primary {
                 }
                 None => "it is not in sync",
                 Some(p) if p.room.stuck => "its pool is full",
-                Some(p) if !p.verifies => "its pool runs a version that cannot verify",
                 Some(p) => {
                     waits_for.push((member, p.nonce));
                     asked.extend(at);
                     ""
                 }
             };
-            old |= peer.is_some_and(|p| p.link == Link::Fed && !p.verifies);
             let member = verify.member(member);
             if member.left_out.is_empty() {
                 member.left_out = left_out;
@@ -384,11 +381,6 @@ impl Primary {
         }
         if waits_for.is_empty() {
             verify.next_at = now + LOOK_AGAIN * 5;
-            if old {
-                verify.report.ended = true;
-                verify.report.failed =
-                    "the pools of its in-sync replicas run a version that cannot verify";
-            }
             return;
         }
         for index in asked {

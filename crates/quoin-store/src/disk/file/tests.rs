@@ -202,3 +202,22 @@ fn what_is_not_at_hand_is_read_by_a_reader_and_what_waits_for_a_sync_is_at_hand(
         assert!(reader(&behind).is_err(), "there is nothing behind the end");
     }
 }
+
+/// udev locks a device for a moment, each time one is closed.
+#[test]
+fn a_lock_of_the_hosts_tools_is_waited_for_and_one_that_stays_is_told_with_its_holder() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("device");
+    let tool = File::create(&path).unwrap();
+    rustix::fs::flock(&tool, FlockOperation::LockShared).unwrap();
+    let ours = File::open(&path).unwrap();
+    let lock = FlockOperation::NonBlockingLockExclusive;
+    let refused = take_lock(&ours, &path, lock, Duration::from_millis(50)).unwrap_err().to_string();
+    assert!(refused.contains(&format!("(process {})", std::process::id())), "{refused}");
+    let ends = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(tool);
+    });
+    take_lock(&ours, &path, lock, LOCK_WAIT).unwrap();
+    ends.join().unwrap();
+}

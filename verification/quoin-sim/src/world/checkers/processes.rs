@@ -153,7 +153,6 @@ fn check_orders(
         guid: held.guid,
         membership: scene.control.record.membership.clone(),
         lease_ms: scene.setup.config.lease_ms,
-        knows_points: true,
     };
     if claim.allows(&open) {
         let detail = format!("pool {pool} opens a replica by a grant for another volume");
