@@ -3,7 +3,8 @@
 
 use bytes::Bytes;
 use quoin_types::message::{
-    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, RoomGrant, SNAPSHOTS_MAX, SnapshotInfo,
+    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, RoomGrant, SNAPSHOTS_MAX, SnapshotHead,
+    SnapshotInfo,
 };
 use quoin_types::{
     BLOCK_SIZE, Chain, ClientTable, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX,
@@ -84,6 +85,7 @@ fn snapshots(count: usize, lsn: Lsn) -> Vec<SnapshotInfo> {
 fn the_largest_answer_to_an_open_that_can_be_is_taken() {
     let mut most = answer(EPOCH_TABLE_MAX, LSN_MAX);
     most.snapshots = snapshots(SNAPSHOTS_MAX, LSN_MAX);
+    most.heads = vec![SnapshotHead::default(); SNAPSHOTS_MAX];
     assert_eq!(most.check(EPOCH), Ok(()));
     let damaged = OpenAck { damaged: true, epoch_table: Vec::new(), ..most };
     assert_eq!(damaged.check(EPOCH), Ok(()));

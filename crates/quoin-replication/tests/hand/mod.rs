@@ -12,7 +12,9 @@ use quoin_replication::primary::{
 };
 use quoin_replication::replica::LEASE_MS;
 use quoin_types::block::{Operation, Reply, Request};
-use quoin_types::message::{EpochEnd, Failure, FromReplica, OpenAck, Ping, ToReplica};
+use quoin_types::message::{
+    EpochEnd, Failure, FromReplica, OpenAck, Ping, SnapshotHead, ToReplica,
+};
 use quoin_types::*;
 pub struct Hand {
     pub now: Time,
@@ -219,7 +221,8 @@ impl Hand {
         self.on(PrimaryEvent::Message { session, message });
     }
 
-    pub fn answer(&mut self, id: u128, ack: OpenAck) {
+    pub fn answer(&mut self, id: u128, mut ack: OpenAck) {
+        ack.heads.resize(ack.snapshots.len(), SnapshotHead::default());
         self.answered.extend(&ack.epoch_table);
         self.say(id, FromReplica::OpenAck(Box::new(ack)));
     }
