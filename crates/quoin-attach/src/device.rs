@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use super::Error;
 use super::abort::AbortHandles;
 use super::created::Created;
-use super::holder::{HeldDevice, Holder};
+use super::holder::{HeldDevice, Holder, Kept};
 use super::keys::ToHand;
 use super::metrics::Metrics;
+use super::numbers;
 use super::protocol::{AttachVolume, Attached, Usage};
 use crate::fuse::Server;
 use crate::fuse::server::Geometry;
@@ -37,6 +38,8 @@ pub(super) struct Host {
 pub(super) struct Device {
     request: AttachVolume,
     server: Server,
+    /// The memory in which its requests have their numbers.
+    numbers: OwnedFd,
     /// `None`: the attachment is the file alone.
     device: Option<LoopDevice>,
     /// Name of the volume for people; empty: unknown.
@@ -49,7 +52,15 @@ pub(super) struct Device {
 impl Device {
     /// Creates the whole stack, or nothing.
     pub(super) fn attach(host: &Host, request: AttachVolume) -> Result<Self, Error> {
-        let link = Link::connect(client_options(&request))?;
+        let path = host.mounts.join(&request.volume);
+        let failed = {
+            let path = path.clone();
+            |source| Error::Io { doing: "keep the numbers of requests of", path, source }
+        };
+        let (numbers, register) = numbers::create()
+            .and_then(|memory| numbers::register(&memory).map(|register| (memory, register)))
+            .map_err(failed)?;
+        let link = Link::connect_with(client_options(&request), register)?;
         let info = link.info();
         if info.size_bytes < request.size {
             let (volume, is, wanted) = (request.volume, info.size_bytes, request.size);
@@ -67,13 +78,13 @@ impl Device {
                 request.volume
             )));
         }
-        let path = host.mounts.join(&request.volume);
         let server =
             Server::start(&path, &request.volume, &geometry(&request), link, &host.metrics)?;
         host.abort_handles.add(&request.volume, server.abort_handle());
         let mut device = Self {
             request,
             server,
+            numbers,
             device: None,
             name: String::new(),
             active: Mutex::default(),
@@ -109,11 +120,8 @@ impl Device {
     /// Serves again what an earlier daemon left; its IO continues.
     ///
     /// The mount and the loop device must be as they were left: half of them is useless.
-    pub(super) fn take_over(
-        host: &Host,
-        held: HeldDevice,
-        connection: OwnedFd,
-    ) -> Result<Self, Error> {
+    pub(super) fn take_over(host: &Host, held: HeldDevice, kept: Kept) -> Result<Self, Error> {
+        let Kept { connection, numbers } = kept;
         let HeldDevice { request, device, sequence, name, since_epoch } = held;
         check(&request)?;
         let path = host.mounts.join(&request.volume);
@@ -133,13 +141,15 @@ impl Device {
             return Err(gone("loop device"));
         }
         let known = ExportInfo { since_epoch, ..ExportInfo::of_size(request.size) };
-        let link = Link::resume(client_options(&request), known);
+        let register =
+            numbers::register(&numbers).map_err(|_| gone("memory for the numbers of requests"))?;
+        let link = Link::resume(client_options(&request), known, register);
         let (volume, metrics) = (&request.volume, &host.metrics);
         let server =
             Server::take_over(&path, connection, volume, &geometry(&request), link, metrics)?;
         host.abort_handles.add(volume, server.abort_handle());
-        let device =
-            Self { request, server, device, name, active: Mutex::default(), host: host.clone() };
+        let (active, host) = (Mutex::default(), host.clone());
+        let device = Self { request, server, numbers, device, name, active, host };
         if !device.name.is_empty() {
             device.host.metrics.call(&device.request.volume, &device.name);
         }
@@ -269,8 +279,11 @@ impl Device {
     /// Gives the kernel's side to the holder, so that it outlives this process; returns whether it
     /// does.
     fn hold(&self) -> bool {
-        match self.server.connection() {
-            Some(Ok(connection)) => {
+        let kept = self.server.connection().map(|connection| -> std::io::Result<Kept> {
+            Ok(Kept { connection: connection?, numbers: self.numbers.try_clone()? })
+        });
+        match kept {
+            Some(Ok(kept)) => {
                 let device = self.device.as_ref();
                 let held = HeldDevice {
                     request: self.request.clone(),
@@ -279,7 +292,7 @@ impl Device {
                     name: self.name.clone(),
                     since_epoch: self.since_epoch(),
                 };
-                self.host.holder.hold(held, connection)
+                self.host.holder.hold(held, kept)
             }
             Some(Err(error)) => {
                 tracing::warn!(volume = %self.request.volume, %error, "the holder cannot keep the \

@@ -1,12 +1,13 @@
 //! The holder: keeps the kernel's side of attached volumes while the attach daemon is away.
 //!
 //! A FUSE connection exists as long as a process has its descriptor. The daemon gives each one to a
-//! process that does nothing else, with the data needed to serve it again; a new daemon asks for
+//! process that does nothing else, with the data needed to serve it again and the memory in which
+//! its requests have their numbers; a new daemon asks for
 //! them. Unanswered requests of the kernel stay with the descriptor, and the kernel sends them
 //! again when the new daemon asks for that. So a daemon that is killed or replaced only pauses IO.
 //!
 //! The protocol uses a unix socket of sequenced packets: one JSON object for each packet, with the
-//! descriptor beside it ([`HolderRequest`], [`HolderReply`]). [`serve`] is the holder, [`Holder`]
+//! descriptors beside it ([`HolderRequest`], [`HolderReply`]). [`serve`] is the holder, [`Holder`]
 //! the daemon's side. The daemon sends everything again to a holder that was restarted.
 //!
 //! A caller that attaches a device must be able to rely on it at once: a daemon without a
@@ -79,7 +80,28 @@ enum HolderReply {
     Done {},
 }
 
-type Table = BTreeMap<String, (HeldDevice, OwnedFd)>;
+/// What outlives the daemon of a volume.
+#[derive(Debug)]
+pub struct Kept {
+    /// The kernel's side of its file.
+    pub connection: OwnedFd,
+    /// The memory in which its requests have their numbers.
+    pub numbers: OwnedFd,
+}
+
+impl Kept {
+    fn descriptors(&self) -> [BorrowedFd<'_>; 2] {
+        [self.connection.as_fd(), self.numbers.as_fd()]
+    }
+
+    /// `None`: a packet came with other descriptors.
+    fn of(descriptors: Vec<OwnedFd>) -> Option<Self> {
+        let [connection, numbers] = descriptors.try_into().ok()?;
+        Some(Self { connection, numbers })
+    }
+}
+
+type Table = BTreeMap<String, (HeldDevice, Kept)>;
 
 /// Serves at `path` until the process ends; held descriptors end with it.
 ///
@@ -133,28 +155,28 @@ pub fn serve(path: &Path) -> Result<std::convert::Infallible, Error> {
 }
 
 fn answer(client: &OwnedFd, table: &Mutex<Table>) -> io::Result<()> {
-    while let Some((request, descriptor)) = receive::<HolderRequest>(client)? {
-        match (request, descriptor) {
-            (HolderRequest::Hold(held), Some(descriptor)) => {
-                lock(table).insert(held.request.volume.clone(), (*held, descriptor));
+    while let Some((request, descriptors)) = receive::<HolderRequest>(client)? {
+        match (request, Kept::of(descriptors)) {
+            (HolderRequest::Hold(held), Some(kept)) => {
+                lock(table).insert(held.request.volume.clone(), (*held, kept));
             }
             (HolderRequest::Hold(held), None) => {
                 let volume = held.request.volume;
                 return Err(io::Error::other(format!(
-                    "the message for {volume} had no descriptor"
+                    "the message for {volume} came without its two descriptors"
                 )));
             }
             (HolderRequest::Drop { volume }, _) => {
                 lock(table).remove(&volume);
             }
             (HolderRequest::Take {}, _) => {
-                for (held, descriptor) in lock(table).values() {
+                for (held, kept) in lock(table).values() {
                     let reply = HolderReply::Held(Box::new(held.clone()));
-                    send(client, &reply, Some(descriptor.as_fd()))?;
+                    send(client, &reply, &kept.descriptors())?;
                 }
             }
         }
-        send(client, &HolderReply::Done {}, None)?;
+        send(client, &HolderReply::Done {}, &[])?;
     }
     Ok(())
 }
@@ -174,14 +196,12 @@ pub fn held_at(path: &Path) -> Vec<String> {
 }
 
 /// Requests everything held. Returns it with the error that ended the transfer early, if any.
-fn request_all(connection: &OwnedFd) -> (Vec<(HeldDevice, OwnedFd)>, io::Result<()>) {
+fn request_all(connection: &OwnedFd) -> (Vec<(HeldDevice, Kept)>, io::Result<()>) {
     let mut found = Vec::new();
-    let outcome = send(connection, &HolderRequest::Take {}, None).and_then(|()| {
+    let outcome = send(connection, &HolderRequest::Take {}, &[]).and_then(|()| {
         loop {
-            match receive(connection)? {
-                Some((HolderReply::Held(held), Some(descriptor))) => {
-                    found.push((*held, descriptor))
-                }
+            match receive(connection)?.map(|(reply, beside)| (reply, Kept::of(beside))) {
+                Some((HolderReply::Held(held), Some(kept))) => found.push((*held, kept)),
                 Some((HolderReply::Done {}, _)) => return Ok(()),
                 _ => return Err(io::Error::other("the holder ended the transfer")),
             }
@@ -245,7 +265,7 @@ impl Holder {
     }
 
     /// Returns what an earlier daemon left, to be served again.
-    pub(super) fn take(&self) -> Vec<(HeldDevice, OwnedFd)> {
+    pub(super) fn take(&self) -> Vec<(HeldDevice, Kept)> {
         let inner = lock(&self.inner);
         let Some(connection) = inner.connection.as_ref() else { return Vec::new() };
         let (found, outcome) = request_all(connection);
@@ -257,12 +277,12 @@ impl Holder {
 
     /// Holds a volume from now on, also at the holder while there is one; replaces the one held
     /// before. Returns true if the holder has it now.
-    pub(super) fn hold(&self, held: HeldDevice, descriptor: OwnedFd) -> bool {
+    pub(super) fn hold(&self, held: HeldDevice, kept: Kept) -> bool {
         let mut inner = lock(&self.inner);
         let request = HolderRequest::Hold(Box::new(held.clone()));
         let volume = held.request.volume.clone();
-        inner.send_request(&request, Some(descriptor.as_fd()));
-        inner.table.insert(volume, (held, descriptor));
+        inner.send_request(&request, &kept.descriptors());
+        inner.table.insert(volume, (held, kept));
         // With no holder, or one that died a moment ago, this connects to its successor and sends
         // everything.
         self.connect(&mut inner);
@@ -272,7 +292,7 @@ impl Holder {
     pub(super) fn release(&self, volume: &str) {
         let mut inner = lock(&self.inner);
         inner.table.remove(volume);
-        inner.send_request(&HolderRequest::Drop { volume: volume.to_owned() }, None);
+        inner.send_request(&HolderRequest::Drop { volume: volume.to_owned() }, &[]);
     }
 
     /// Connects to the holder if there is no connection, and sends it everything.
@@ -286,11 +306,9 @@ impl Holder {
         };
         inner.connection = Some(Arc::new(connection));
         let table = std::mem::take(&mut inner.table);
-        for (held, descriptor) in table.values() {
-            inner.send_request(
-                &HolderRequest::Hold(Box::new(held.clone())),
-                Some(descriptor.as_fd()),
-            );
+        for (held, kept) in table.values() {
+            let request = HolderRequest::Hold(Box::new(held.clone()));
+            inner.send_request(&request, &kept.descriptors());
         }
         // A dying holder may have accepted the connection and nothing else.
         if inner.connection.is_some() {
@@ -315,9 +333,9 @@ impl Holder {
 impl Inner {
     /// Sends a message. A holder that does not accept it counts as absent; [`Holder::connect`]
     /// finds the next.
-    fn send_request(&mut self, request: &HolderRequest, descriptor: Option<BorrowedFd<'_>>) {
+    fn send_request(&mut self, request: &HolderRequest, descriptors: &[BorrowedFd<'_>]) {
         let Some(connection) = self.connection.as_ref() else { return };
-        let outcome = send(connection, request, descriptor).and_then(|()| {
+        let outcome = send(connection, request, descriptors).and_then(|()| {
             match receive::<HolderReply>(connection)? {
                 Some((HolderReply::Done {}, _)) => Ok(()),
                 _ => Err(io::Error::other("the holder ended the transfer")),
@@ -347,14 +365,13 @@ fn dial(path: &Path) -> io::Result<OwnedFd> {
 fn send(
     socket: &OwnedFd,
     message: &impl Serialize,
-    descriptor: Option<BorrowedFd<'_>>,
+    descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
     let bytes = Zeroizing::new(serde_json::to_vec(message)?);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut beside = SendAncillaryBuffer::new(&mut space);
-    let descriptors: Vec<_> = descriptor.into_iter().collect();
     if !descriptors.is_empty() {
-        beside.push(SendAncillaryMessage::ScmRights(&descriptors));
+        beside.push(SendAncillaryMessage::ScmRights(descriptors));
     }
     sendmsg(socket, &[IoSlice::new(&bytes)], &mut beside, SendFlags::NOSIGNAL)?;
     Ok(())
@@ -363,9 +380,9 @@ fn send(
 /// Receives a packet. `None`: the other side is gone.
 fn receive<T: serde::de::DeserializeOwned>(
     socket: &OwnedFd,
-) -> io::Result<Option<(T, Option<OwnedFd>)>> {
+) -> io::Result<Option<(T, Vec<OwnedFd>)>> {
     let mut bytes = Zeroizing::new(vec![0; PACKET_BYTES_MAX]);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
     let mut slices = [IoSliceMut::new(&mut bytes)];
     let got = loop {
@@ -377,16 +394,16 @@ fn receive<T: serde::de::DeserializeOwned>(
     if got.bytes == 0 {
         return Ok(None);
     }
-    let mut descriptor = None;
+    let mut beside_it = Vec::new();
     for message in beside.drain() {
         if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-            descriptor = descriptors.last();
+            beside_it.extend(descriptors);
         }
     }
     if got.flags.contains(ReturnFlags::TRUNC) {
         return Err(io::Error::other("a packet that is too long"));
     }
-    Ok(Some((serde_json::from_slice(&bytes[..got.bytes])?, descriptor)))
+    Ok(Some((serde_json::from_slice(&bytes[..got.bytes])?, beside_it)))
 }
 
 #[cfg(test)]
@@ -415,6 +432,15 @@ mod tests {
         }
     }
 
+    fn kept(connection: OwnedFd) -> Kept {
+        let numbers = UnixStream::pair().unwrap().0.into();
+        Kept { connection, numbers }
+    }
+
+    fn any() -> Kept {
+        kept(UnixStream::pair().unwrap().0.into())
+    }
+
     fn start(path: &Path) -> io::Result<Arc<Holder>> {
         Holder::start(path, &Metrics::default())
     }
@@ -436,17 +462,17 @@ mod tests {
         let (ours, mut other) = UnixStream::pair().unwrap();
         let first = start(&path).unwrap();
         assert!(first.is_connected() && first.take().is_empty());
-        first.hold(held("a"), ours.into());
-        first.hold(held("b"), UnixStream::pair().unwrap().0.into());
+        first.hold(held("a"), kept(ours.into()));
+        first.hold(held("b"), any());
         first.release("b");
         drop(first);
         assert_eq!(held_at(&path), ["a"]);
 
         let mut taken = start(&path).unwrap().take();
         assert_eq!(taken.len(), 1);
-        let (what, descriptor) = taken.pop().unwrap();
+        let (what, kept) = taken.pop().unwrap();
         assert_eq!(what, held("a"));
-        UnixStream::from(descriptor).write_all(b"x").unwrap();
+        UnixStream::from(kept.connection).write_all(b"x").unwrap();
         other.read_exact(&mut [0]).unwrap();
     }
 
@@ -456,7 +482,7 @@ mod tests {
         let path = directory.path().join("holder.sock");
         let daemon = start(&path).unwrap();
         assert!(!daemon.is_connected() && !is_served(&path));
-        daemon.hold(held("a"), UnixStream::pair().unwrap().0.into());
+        daemon.hold(held("a"), any());
         let path_of_holder = path.clone();
         std::thread::spawn(move || serve(&path_of_holder).map(|never| match never {}));
         while !daemon.is_connected() {
@@ -472,12 +498,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");
         let daemon = start(&path).unwrap();
-        let pair = || OwnedFd::from(UnixStream::pair().unwrap().0);
-        assert!(!daemon.hold(held("a"), pair()), "no holder runs yet");
+        assert!(!daemon.hold(held("a"), any()), "no holder runs yet");
         let path_of_holder = path.clone();
         std::thread::spawn(move || serve(&path_of_holder).map(|never| match never {}));
         while dial(&path).is_err() {}
-        assert!(daemon.hold(held("b"), pair()));
+        assert!(daemon.hold(held("b"), any()));
         assert_eq!(held_at(&path), ["a", "b"]);
 
         // A dead holder whose end the daemon has not detected yet.
@@ -490,7 +515,7 @@ mod tests {
         .unwrap();
         drop(other);
         lock(&daemon.inner).connection = Some(Arc::new(dead));
-        assert!(daemon.hold(held("c"), pair()));
+        assert!(daemon.hold(held("c"), any()));
         assert_eq!(held_at(&path), ["a", "b", "c"]);
     }
 
@@ -498,12 +523,12 @@ mod tests {
     fn an_invalid_message_ends_only_its_own_connection() {
         let (_directory, path) = served();
         let daemon = start(&path).unwrap();
-        daemon.hold(held("a"), UnixStream::pair().unwrap().0.into());
+        daemon.hold(held("a"), any());
         let stranger = dial(&path).unwrap();
-        send(&stranger, &"hello", None).unwrap();
+        send(&stranger, &"hello", &[]).unwrap();
         assert!(receive::<HolderReply>(&stranger).unwrap().is_none());
         let without = dial(&path).unwrap();
-        send(&without, &HolderRequest::Hold(Box::new(held("c"))), None).unwrap();
+        send(&without, &HolderRequest::Hold(Box::new(held("c"))), &[]).unwrap();
         assert!(receive::<HolderReply>(&without).unwrap().is_none());
         assert_eq!(start(&path).unwrap().take().len(), 1);
     }

@@ -36,6 +36,7 @@ pub mod holder;
 mod keys;
 pub mod loopdev;
 mod metrics;
+mod numbers;
 pub mod protocol;
 
 use std::path::PathBuf;

@@ -1,5 +1,6 @@
 //! Exports: the volumes that a client may open at one listener, and the clients that may see them.
 
+use quoin_types::ClientId;
 use quoin_types::block::DeviceInfo;
 use rustls::pki_types::CertificateDer;
 
@@ -64,6 +65,16 @@ pub trait Exports: Send {
     /// [`Refused`] if it may open none.
     fn list(&self) -> Result<Vec<String>, Refused>;
 
+    /// Returns the client that a connection to this export is of, if clients of it number their
+    /// requests, and whether it begins with the connection. `shown`: the id that it was given
+    /// before; 0: none.
+    ///
+    /// # Errors
+    /// [`Refused`]: the client is over.
+    fn client(&self, _name: &[u8], _shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
+        Ok(None)
+    }
+
     /// Returns the export of that name; the empty name selects the default one.
     ///
     /// # Errors
@@ -100,11 +111,40 @@ impl Description {
     }
 }
 
+/// An attachment of a shared volume, whose clients number their changing requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Numbering {
+    /// Number of the attachment; 0: its clients do not number their requests.
+    pub attachment: u64,
+    /// Drawn for the connection, for a client that begins.
+    pub random: u64,
+}
+
+impl Numbering {
+    /// As [`Exports::client`].
+    ///
+    /// # Errors
+    /// [`Refused`]: the client is of another attachment.
+    pub fn client(&self, shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
+        match (self.attachment, shown) {
+            (0, ClientId(0)) => Ok(None),
+            (attachment, ClientId(0)) => {
+                Ok(Some((ClientId::of_attachment(attachment, self.random), true)))
+            }
+            (attachment, shown) if shown.attachment() == attachment => Ok(Some((shown, false))),
+            _ => Err(Refused::Forbidden(
+                "the attachment that this device was made for is over".to_owned(),
+            )),
+        }
+    }
+}
+
 /// A socket of one volume, and the use of the volume.
 #[derive(Clone, Debug)]
 pub struct VolumeExport {
     pub device: DeviceInfo,
     pub description: Description,
+    pub numbering: Numbering,
 }
 
 impl Exports for VolumeExport {
@@ -118,6 +158,11 @@ impl Exports for VolumeExport {
 
     fn list(&self) -> Result<Vec<String>, Refused> {
         self.device.list()
+    }
+
+    fn client(&self, name: &[u8], shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
+        self.find(name)?;
+        self.numbering.client(shown)
     }
 
     fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused> {

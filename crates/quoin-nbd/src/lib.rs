@@ -24,5 +24,7 @@ mod secure;
 mod session;
 mod transmission;
 
-pub use exports::{Description, Exports, Proven, Refused, VolumeExport, connection_secret};
+pub use exports::{
+    Description, Exports, Numbering, Proven, Refused, VolumeExport, connection_secret,
+};
 pub use session::{Limits, Session, TlsPolicy};

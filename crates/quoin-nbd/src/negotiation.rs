@@ -6,6 +6,7 @@
 //! end is disconnected.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
+use quoin_types::ClientId;
 use quoin_types::block::{Closed, DeviceInfo};
 
 use super::exports::{Exports, Refused};
@@ -31,7 +32,12 @@ pub(super) enum Outcome {
     /// The client requested TLS, and the answer that it may begin is in the output.
     StartTls,
     /// The export is open.
-    Transmit { device: DeviceInfo, structured: bool, base_allocation: bool },
+    Transmit {
+        device: DeviceInfo,
+        structured: bool,
+        base_allocation: bool,
+        client: Option<(ClientId, bool)>,
+    },
 }
 
 pub(super) struct Negotiation {
@@ -42,6 +48,8 @@ pub(super) struct Negotiation {
     structured: bool,
     /// The export for which block status was requested: the request holds for that one alone.
     base_allocation: Option<String>,
+    /// The client whose requests are numbered, and the export that this holds for.
+    client: Option<(String, ClientId, bool)>,
     options: usize,
     skip: usize,
 }
@@ -62,6 +70,7 @@ impl Negotiation {
             tls: if tls_required { Tls::Required } else { Tls::Never },
             structured: false,
             base_allocation: None,
+            client: None,
             options: 0,
             skip: 0,
         }
@@ -188,6 +197,7 @@ impl Negotiation {
                     self.tls = Tls::Up;
                     self.structured = false;
                     self.base_allocation = None;
+                    self.client = None;
                     return Ok(Outcome::StartTls);
                 }
             },
@@ -209,6 +219,7 @@ impl Negotiation {
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 self.meta_context(exports, code, data, output);
             }
+            option::CLIENT => self.number(exports, data, output),
             _ => refuse(output, code, reply::ERR_UNSUP, "this option is unknown"),
         }
         Ok(Outcome::Continue)
@@ -294,9 +305,33 @@ impl Negotiation {
         answer(output, code, reply::ACK, &[]);
     }
 
+    /// Agrees on numbers of the changing requests, and on the client that they are of.
+    fn number(&mut self, exports: &dyn Exports, data: &[u8], output: &mut Vec<Bytes>) {
+        let code = option::CLIENT;
+        self.client = None;
+        let parsed = parse_string(data).and_then(|(name, id)| Some((name, id.try_into().ok()?)));
+        let Some((name, id)) = parsed else {
+            return refuse(output, code, reply::ERR_INVALID, "the option's lengths do not add up");
+        };
+        let shown = ClientId(u128::from_be_bytes(id));
+        let found =
+            exports.find(name).and_then(|device| Ok((device, exports.client(name, shown)?)));
+        match found {
+            Ok((device, Some((client, begins)))) if !device.read_only => {
+                answer(output, code, reply::CLIENT, &client.0.to_be_bytes());
+                answer(output, code, reply::ACK, &[]);
+                self.client = Some((device.name, client, begins));
+            }
+            Ok(_) => answer(output, code, reply::ACK, &[]),
+            Err(refused) => refuse_export(output, code, &refused),
+        }
+    }
+
     fn transmit(&self, device: DeviceInfo) -> Outcome {
         let base_allocation = self.base_allocation.as_ref() == Some(&device.name);
-        Outcome::Transmit { device, structured: self.structured, base_allocation }
+        let client = self.client.as_ref().filter(|(name, _, _)| *name == device.name);
+        let client = client.map(|(_, client, begins)| (*client, *begins));
+        Outcome::Transmit { device, structured: self.structured, base_allocation, client }
     }
 
     fn export_flags(&self, device: &DeviceInfo) -> u16 {

@@ -24,6 +24,9 @@ pub mod option {
     pub const STRUCTURED_REPLY: u32 = 8;
     pub const LIST_META_CONTEXT: u32 = 9;
     pub const SET_META_CONTEXT: u32 = 10;
+    /// Of this product: the client numbers its changing requests (`docs/nbd.md`). Its data is the
+    /// name of the export (length and bytes) and the id of the client, 16 bytes; 0: it has none yet.
+    pub const CLIENT: u32 = u32::from_be_bytes(*b"QUO\x01");
     /// Of this project alone: 32 bytes by which a client proves that it has the key of an encrypted
     /// volume. It is answered by ACK whatever they are, and tells nothing.
     pub const PROVE_KEY: u32 = u32::from_be_bytes(*b"QKEY");
@@ -35,6 +38,8 @@ pub mod reply {
     pub const SERVER: u32 = 2;
     pub const INFO: u32 = 3;
     pub const META_CONTEXT: u32 = 4;
+    /// The id of the client, in answer to [`super::option::CLIENT`].
+    pub const CLIENT: u32 = super::option::CLIENT;
     pub const ERR_UNSUP: u32 = 0x8000_0001;
     pub const ERR_POLICY: u32 = 0x8000_0002;
     pub const ERR_INVALID: u32 = 0x8000_0003;
@@ -99,6 +104,8 @@ pub mod error {
     pub const OVERFLOW: u32 = 75;
     pub const NOTSUP: u32 = 95;
     pub const SHUTDOWN: u32 = 108;
+    /// Of numbered requests alone: their client is over.
+    pub const STALE: u32 = 116;
 }
 
 pub const BASE_ALLOCATION: &str = "base:allocation";
@@ -116,6 +123,9 @@ pub const PREFERRED_BLOCK_SIZE: u32 = 4096;
 pub const STRING_BYTES_MAX: usize = 4096;
 
 pub const REQUEST_HEADER_BYTES: usize = 28;
+/// Bytes that follow the header of a changing request of a client that numbers them: the number, and
+/// the lowest number without an answer.
+pub const NUMBER_BYTES: usize = 16;
 pub const SIMPLE_REPLY_BYTES: usize = 16;
 pub const CHUNK_HEADER_BYTES: usize = 20;
 
@@ -130,6 +140,11 @@ pub struct RequestHeader {
 }
 
 impl RequestHeader {
+    /// Returns true if the request changes the volume, so that clients may number it.
+    pub fn changes(&self) -> bool {
+        matches!(self.command, command::WRITE | command::TRIM | command::WRITE_ZEROES)
+    }
+
     pub fn encode(&self) -> [u8; REQUEST_HEADER_BYTES] {
         let mut bytes = [0; REQUEST_HEADER_BYTES];
         bytes[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
@@ -181,5 +196,6 @@ pub fn error_number(error: BlockError, writes: bool) -> u32 {
         BlockError::NoSpace => error::NOSPC,
         BlockError::ReadOnly => error::PERM,
         BlockError::Stopped => error::SHUTDOWN,
+        BlockError::NoClient | BlockError::OutOfWindow => error::STALE,
     }
 }

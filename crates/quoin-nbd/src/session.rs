@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
+use quoin_types::ClientId;
 use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 
 use super::exports::Exports;
@@ -43,6 +44,8 @@ pub struct Session {
     exports: Box<dyn Exports>,
     /// The volume that the client opened.
     device: Option<DeviceInfo>,
+    /// The client whose requests are numbered, and whether it begins.
+    client: Option<(ClientId, bool)>,
     limits: Limits,
     policy: TlsPolicy,
     phase: Phase,
@@ -75,7 +78,7 @@ impl Session {
     pub fn over(exports: Box<dyn Exports>, policy: TlsPolicy, limits: Limits) -> Self {
         let required = matches!(policy, TlsPolicy::Required(_));
         let phase = Phase::Negotiation(Negotiation::new(required));
-        Self { exports, device: None, limits, policy, phase, secure: None }
+        Self { exports, device: None, client: None, limits, policy, phase, secure: None }
     }
 
     /// Returns the volume that the client has opened; `None` while it negotiates.
@@ -94,9 +97,16 @@ impl Session {
             match negotiation.receive(&*self.exports, input, output)? {
                 Outcome::Continue => return Ok(Step::Taken),
                 Outcome::StartTls => return Ok(Step::StartTls),
-                Outcome::Transmit { device, structured, base_allocation } => {
-                    let transmission =
-                        Transmission::new(&device, self.limits, structured, base_allocation);
+                Outcome::Transmit { device, structured, base_allocation, client } => {
+                    let numbers = client.map(|(client, _)| client);
+                    let transmission = Transmission::new(
+                        &device,
+                        self.limits,
+                        structured,
+                        base_allocation,
+                        numbers,
+                    );
+                    self.client = client;
                     self.phase = Phase::Transmission(transmission);
                     self.device = Some(device);
                 }
@@ -206,6 +216,10 @@ impl Frontend for Session {
         if let Phase::Transmission(transmission) = &mut self.phase {
             transmission.set_limits(self.limits);
         }
+    }
+
+    fn client(&self) -> Option<(ClientId, bool)> {
+        self.client
     }
 
     fn device_changed(&mut self, info: &DeviceInfo) {

@@ -8,11 +8,12 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use quoin_types::block::{
     BlockError, Closed, DeviceInfo, Operation, Payload, Reply, Request, StatusExtent,
 };
+use quoin_types::{ClientId, Origin};
 
 use super::protocol::{
-    BASE_ALLOCATION_ID, CHUNK_HEADER_BYTES, PAYLOAD_BYTES_MAX, REQUEST_HEADER_BYTES, RequestHeader,
-    SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE, STATE_ZERO, STRUCTURED_REPLY_MAGIC, chunk,
-    command, error, error_number,
+    BASE_ALLOCATION_ID, CHUNK_HEADER_BYTES, NUMBER_BYTES, PAYLOAD_BYTES_MAX, REQUEST_HEADER_BYTES,
+    RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE, STATE_ZERO,
+    STRUCTURED_REPLY_MAGIC, be64, chunk, command, error, error_number,
 };
 use super::session::Limits;
 
@@ -30,6 +31,8 @@ pub(super) struct Transmission {
     read_only: bool,
     structured: bool,
     base_allocation: bool,
+    /// The client whose changing requests are numbered.
+    client: Option<ClientId>,
     limits: Limits,
     /// Indexed by token.
     in_flight: Vec<Option<InFlight>>,
@@ -68,6 +71,7 @@ impl Transmission {
         limits: Limits,
         structured: bool,
         base_allocation: bool,
+        client: Option<ClientId>,
     ) -> Self {
         Self {
             size_bytes: device.size_bytes,
@@ -75,6 +79,7 @@ impl Transmission {
             read_only: device.read_only,
             structured,
             base_allocation,
+            client,
             limits,
             in_flight: Vec::new(),
             free: Vec::new(),
@@ -115,7 +120,9 @@ impl Transmission {
             if payload > PAYLOAD_BYTES_MAX as usize {
                 return Err(Closed(format!("client sent a write of {payload} bytes")));
             }
-            let whole = REQUEST_HEADER_BYTES + payload;
+            let client = self.client.filter(|_| header.changes());
+            let numbers = if client.is_some() { NUMBER_BYTES } else { 0 };
+            let whole = REQUEST_HEADER_BYTES + numbers + payload;
             if input.len() < whole {
                 input.reserve((whole - input.len()).min(RESERVE_AHEAD_MAX));
                 break;
@@ -124,9 +131,20 @@ impl Transmission {
             if header.command == command::DISCONNECT {
                 return Err(Closed("client disconnected".into()));
             }
+            let origin = client.map(|client| {
+                let (number, low) = (be64(input, 0), be64(input, 8));
+                Origin { client, number, low }
+            });
+            input.advance(numbers);
+            if origin.is_some_and(|origin| !origin.is_sound()) {
+                return Err(Closed("client sent a request under a number that cannot be".into()));
+            }
             let data = input.split_to(payload).freeze();
             match self.validate(&header, data) {
-                Ok((kind, operation)) => requests.push(self.track(&header, kind, operation)),
+                Ok((kind, operation)) => {
+                    let request = Request { origin, ..self.track(&header, kind, operation) };
+                    requests.push(request);
+                }
                 Err(number) => self.refuse(&header, number, output),
             }
         }
@@ -228,7 +246,7 @@ impl Transmission {
             self.in_flight.len() - 1
         });
         self.in_flight[slot] = Some(in_flight);
-        Request { token: slot as u64, operation }
+        Request { token: slot as u64, operation, origin: None }
     }
 
     pub(super) fn complete(&mut self, reply: Reply, output: &mut Vec<Bytes>) {

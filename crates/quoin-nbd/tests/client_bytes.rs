@@ -7,7 +7,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use quoin_nbd::client::{Address, Client, ClientOptions, Done, ExportInfo, Link, RequestError};
+use quoin_nbd::client::{
+    Address, Client, ClientOptions, Done, ExportInfo, Link, Register, RequestError,
+};
 use quoin_nbd::protocol::{
     CHUNK_HEADER_BYTES, FLAG_FIXED_NEWSTYLE, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC,
     REQUEST_HEADER_BYTES, RequestHeader, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk, error,
@@ -290,7 +292,7 @@ fn the_epoch_of_a_use_survives_a_server_that_does_not_report_it() {
     });
     let known =
         ExportInfo { since_epoch: 5, ..Link::connect(options(&path, true)).unwrap().info() };
-    let mut link = Link::resume(options(&path, true), known);
+    let mut link = Link::resume(options(&path, true), known, Register::of_process());
     until(&mut link, &mut Vec::new(), |link| link.connected());
     assert_eq!((link.info().since_epoch, link.reconnects()), (5, 1));
     server.join().unwrap();

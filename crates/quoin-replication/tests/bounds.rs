@@ -7,9 +7,9 @@ use quoin_types::message::{
     SnapshotInfo,
 };
 use quoin_types::{
-    BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX, Lsn, Member,
-    Membership, Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time, VOLUME_BLOCKS_MAX,
-    View, WRITE_BLOCKS_MAX,
+    BLOCK_SIZE, Chain, ClientTable, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX,
+    Lsn, Member, Membership, Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time,
+    VOLUME_BLOCKS_MAX, View, WRITE_BLOCKS_MAX,
 };
 
 const EPOCH: Epoch = Epoch(1000);
@@ -72,6 +72,7 @@ fn answer(epochs: usize, last: Lsn) -> OpenAck {
         shadow: None,
         shadow_cut: None,
         heads: Vec::new(),
+        clients: ClientTable::default(),
     }
 }
 
@@ -138,6 +139,7 @@ fn end_of(ack: OpenAck) -> IncrementEnd {
         last_view: ack.last_view,
         volume_blocks: ack.volume_blocks,
         snapshots: ack.snapshots,
+        clients: ack.clients,
     }
 }
 

@@ -583,7 +583,7 @@ impl Crowd {
         let token = self.next;
         self.next += 1;
         self.volumes[volume].open.insert(token);
-        self.feed_target(volume, PrimaryEvent::Submit(Request { token, operation }));
+        self.feed_target(volume, PrimaryEvent::Submit(Request { token, operation, origin: None }));
     }
 
     fn draw(&mut self) -> Operation {

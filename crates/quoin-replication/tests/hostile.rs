@@ -361,7 +361,7 @@ impl Hand {
         self.sent.clear();
         for token in 0..count {
             let operation = Operation::Read { offset: token * u64::from(length), length };
-            let event = PrimaryEvent::Submit(Request { token, operation });
+            let event = PrimaryEvent::Submit(Request { token, operation, origin: None });
             self.target.on(self.now, event, &mut Vec::new());
         }
         self.on(PrimaryEvent::Timer);

@@ -158,6 +158,7 @@ fn commit(fed: FedSum) -> ToReplica {
         last_view: None,
         volume_blocks: 64,
         snapshots: Vec::new(),
+        clients: Default::default(),
     };
     ToReplica::IncrementCommit { rebuild: REBUILD, to: Box::new(to), fed }
 }

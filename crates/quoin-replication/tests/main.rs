@@ -9,6 +9,7 @@ mod one_replica;
 mod apart;
 mod bounds;
 mod bulk;
+mod clients;
 mod clones;
 mod codec;
 mod copying;

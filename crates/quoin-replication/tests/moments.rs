@@ -42,7 +42,7 @@ impl Hand {
     /// Several requests that reach the target in one batch.
     fn submit_at_once(&mut self, operations: impl IntoIterator<Item = Operation>) {
         for (token, operation) in (1..).zip(operations) {
-            let event = PrimaryEvent::Submit(Request { token, operation });
+            let event = PrimaryEvent::Submit(Request { token, operation, origin: None });
             self.target.on(self.now, event, &mut Vec::new());
         }
         self.on(PrimaryEvent::Timer);

@@ -268,6 +268,7 @@ fn an_increment_that_cannot_be_true_ends_the_session() {
         last_view: None,
         volume_blocks: 64,
         snapshots: Vec::new(),
+        clients: Default::default(),
     };
     const BULK: u64 = 100;
     let by_bulk = |one: &mut One, session, message| {

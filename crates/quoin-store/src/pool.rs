@@ -12,7 +12,7 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
     CutHead, EpochEnd, IncrementEnd, ReadView, RoomGrant, Slot, SnapshotHead, SnapshotInfo, Takes,
 };
-use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
+use quoin_types::{BLOCK_SIZE, ClientTable, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{CloneSource, Cloned, Due, ReplicaPool};
 use crate::background::checkpoint;
@@ -867,6 +867,9 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn epoch_table(&self) -> Vec<EpochEnd> {
         self.replica.head.epoch_table.clone()
+    }
+    fn clients(&self) -> ClientTable {
+        self.replica.head.clients.clone()
     }
 
     fn snapshots(&self) -> Vec<SnapshotInfo> {

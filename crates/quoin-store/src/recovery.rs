@@ -21,7 +21,8 @@
 
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{BootCookie, StoreError};
-use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
+use quoin_types::codec::Reader;
+use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Part, mutant};
 
 use crate::background::checkpoint;
 use crate::clones::Relatives;
@@ -391,7 +392,16 @@ fn replay_entry<D: Disk>(
     } else if raw.lsn != position.0 + 1 {
         return Ok(Replayed::No);
     }
-    let kind = EntryKind::decode(raw.kind, Bytes::copy_from_slice(raw.payload));
+    let mut payload = Bytes::copy_from_slice(raw.payload);
+    let mut part = None;
+    if raw.flags & Entry::FLAG_PART != 0 {
+        let Some(at) = payload.len().checked_sub(Part::BYTES) else { return Ok(Replayed::No) };
+        match Part::decode(&mut Reader::new(payload.split_off(at))) {
+            Ok(decoded) => part = Some(decoded),
+            Err(_) => return Ok(Replayed::No),
+        }
+    }
+    let kind = EntryKind::decode(raw.kind, payload);
     let Ok(kind) = kind else {
         return Err(PoolError::Newer { version: FORMAT_VERSION });
     };
@@ -404,7 +414,8 @@ fn replay_entry<D: Disk>(
         crcs: raw.crcs().collect(),
         data: Bytes::new(),
         chain: Chain(raw.chain),
-        fua: raw.flags & 1 != 0,
+        fua: raw.flags & Entry::FLAG_FUA != 0,
+        part,
     };
     if entry.chain_after(replica.head.chain) != entry.chain && !behind {
         return Ok(Replayed::No);
@@ -441,6 +452,7 @@ fn missing() -> Entry {
         data: Bytes::new(),
         chain: Chain(0),
         fua: false,
+        part: None,
     }
 }
 

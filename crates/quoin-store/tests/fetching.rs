@@ -18,8 +18,8 @@ use quoin_store::{
 };
 use quoin_types::message::{Content, IncrementEnd, ReadView, Slot};
 use quoin_types::{
-    BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId,
-    View, VolumeId, crc32c,
+    BLOCK_SIZE, Chain, ClientId, Durability, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid,
+    SnapshotId, View, VolumeId, crc32c,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -508,6 +508,8 @@ fn every_kind() -> Vec<EntryKind> {
         EntryKind::Revert { id: first },
         EntryKind::Resize { blocks: COLD_LEAVES * 256 + 256 },
         EntryKind::View(Box::new(some_view())),
+        EntryKind::BeginClient { client: ClientId(1) },
+        EntryKind::EndClient { client: ClientId(1) },
     ];
     let number = |kind: &EntryKind| match kind {
         EntryKind::Write => 1,
@@ -518,8 +520,10 @@ fn every_kind() -> Vec<EntryKind> {
         EntryKind::Revert { .. } => 6,
         EntryKind::Resize { .. } => 7,
         EntryKind::View(_) => 8,
+        EntryKind::BeginClient { .. } => 9,
+        EntryKind::EndClient { .. } => 10,
     };
-    assert!(all.iter().map(number).eq(1..=8));
+    assert!(all.iter().map(number).eq(1..=10));
     all
 }
 
@@ -853,6 +857,7 @@ fn an_increment_and_repairs_over_a_map_that_is_in_no_cache_wait_for_no_read() {
         last_view: None,
         volume_blocks: LEAVES * 256,
         snapshots,
+        clients: Default::default(),
     };
     replica.increment_prepare(1, &end).expect("prepared");
     assert_eq!(waited(&volume), 0, "reads that the end waited for");

@@ -151,6 +151,7 @@ impl Receiver {
         assert_eq!((state.stable, state.base), (lsn, lsn));
         assert_eq!(state.last_view, end.last_view);
         assert_eq!(self.with(|s| s.epoch_table()), end.epoch_table);
+        assert_eq!(self.with(|s| s.clients()), end.clients);
         assert_eq!(self.with(|s| s.snapshots()), end.snapshots);
         assert_eq!(self.with(|s| s.snapshot_heads()), source.snapshot_heads());
         let views = end.snapshots.iter().map(|s| ReadView::Snapshot(s.id)).chain([ReadView::Base]);

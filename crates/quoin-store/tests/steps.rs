@@ -252,6 +252,7 @@ fn end_at(version: Lsn, volume_blocks: u64) -> IncrementEnd {
         last_view: None,
         volume_blocks,
         snapshots,
+        clients: Default::default(),
     }
 }
 

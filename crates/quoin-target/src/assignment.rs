@@ -44,6 +44,8 @@ pub struct Assigned {
     pub device: bool,
     /// `None`: it is not encrypted.
     pub encryption: Option<Encryption>,
+    /// Number of this node's attachment, if it shares the volume and may change it; or 0.
+    pub client: u64,
     /// Other nodes that use it.
     pub sharers: Vec<Sharer>,
     /// `None`: it is served here.
@@ -57,6 +59,8 @@ pub struct Sharer {
     pub read_only: bool,
     /// Hashes of the keys by which the node is known.
     pub key_hashes: Vec<String>,
+    /// Number of its attachment, if it may change the volume; or 0.
+    pub client: u64,
 }
 
 /// Target of another node that serves a volume which is used here.
@@ -85,6 +89,7 @@ impl Assigned {
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
             verify: self.verify,
+            client: self.client,
             sharers: self.sharers.clone(),
             seed: rand::random(),
         }
@@ -250,6 +255,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         verify: target.verify.as_ref().map(verify).transpose()?,
         device: target.device && !target.maintenance,
         encryption,
+        client: target.client,
         sharers: target.sharers.iter().map(sharer).collect(),
         served_at: target.served_at.as_ref().map(|at| ServedAt {
             node: at.node.clone(),
@@ -264,6 +270,7 @@ fn sharer(sharer: &control::Sharer) -> Sharer {
         node: sharer.node.clone(),
         read_only: sharer.read_only,
         key_hashes: sharer.key_hashes.clone(),
+        client: sharer.client,
     }
 }
 
@@ -302,6 +309,7 @@ mod tests {
             options_version: 9,
             sharers: Vec::new(),
             served_at: None,
+            client: 0,
         }
     }
 

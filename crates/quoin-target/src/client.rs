@@ -4,8 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bytes::{Bytes, BytesMut};
 use quoin_reactor::Interest;
-use quoin_types::VolumeId;
 use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
+use quoin_types::{ClientId, VolumeId};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
 
@@ -28,6 +28,8 @@ pub struct User {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SharedUse {
     pub read_only: bool,
+    /// Number of its attachment, if it may change the volume; or 0.
+    pub client: u64,
 }
 
 pub struct Client {
@@ -52,6 +54,8 @@ pub struct Client {
     pub waits: bool,
     /// `None`: it came by a socket of this host.
     pub user: Option<User>,
+    /// The client whose requests are numbered, once that is known, and whether it begins.
+    pub numbered: Option<(ClientId, bool)>,
 }
 
 /// Result of a turn at the socket.
@@ -79,6 +83,7 @@ impl Client {
             crowded: false,
             waits: false,
             user: None,
+            numbered: None,
         }
     }
 
@@ -94,6 +99,16 @@ impl Client {
     /// Returns the bytes held for it: its requests' data, and its unsent replies.
     pub fn held_bytes(&self) -> usize {
         self.output.bytes() + self.frontend.held_bytes()
+    }
+
+    /// Returns the client whose requests are numbered, when it has just become known, and whether it
+    /// begins.
+    pub fn newly_numbered(&mut self) -> Option<(ClientId, bool)> {
+        if self.numbered.is_some() {
+            return None;
+        }
+        self.numbered = self.frontend.client();
+        self.numbered
     }
 
     pub fn set_crowded(&mut self, crowded: bool) {

@@ -59,6 +59,15 @@ const STATUS_MAX: Duration = Duration::from_millis(500);
 /// Time after which a volume that stopped but is still assigned is opened again.
 const REOPEN: Duration = Duration::from_secs(1);
 
+/// A volume that is offered to another node.
+pub(crate) struct Offered {
+    pub info: DeviceInfo,
+    /// The first epoch of the node's use.
+    pub since_epoch: u64,
+    /// Number of the node's attachment, if it may change the volume; or 0.
+    pub client: u64,
+}
+
 pub(crate) struct Control {
     pub options: Options,
     pub identity: Identity,
@@ -230,6 +239,7 @@ impl Control {
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
                     verify: assigned.verify,
+                    client: assigned.client,
                     sharers: assigned.sharers.clone(),
                 }))),
             }
@@ -466,14 +476,10 @@ impl Control {
         }
     }
 
-    /// Returns the volumes that another node shares with this one, as it sees them, each with the first
-    /// epoch of its use. `proof`: the secret of its connection, and what it shows by that of having a
-    /// volume's key; an encrypted volume is there for those alone who have its key.
-    pub fn exports_to(
-        &self,
-        holder: &Holder,
-        proof: Option<([u8; 32], [u8; 32])>,
-    ) -> Vec<(DeviceInfo, u64)> {
+    /// Returns the volumes that another node shares with this one, as it sees them. `proof`: the secret
+    /// of its connection, and what it shows by that of having a volume's key; an encrypted volume is
+    /// there for those alone who have its key.
+    pub fn exports_to(&self, holder: &Holder, proof: Option<([u8; 32], [u8; 32])>) -> Vec<Offered> {
         let served = self.served.lock().expect("never held across a panic");
         let has_key = |id: &VolumeId| {
             let key = served.keys.get(id);
@@ -488,7 +494,7 @@ impl Control {
             };
             let sharer = assigned.sharers.iter().find(is_it)?;
             let info = DeviceInfo { read_only: sharer.read_only, ..assigned.info.clone() };
-            Some((info, assigned.since_epoch))
+            Some(Offered { info, since_epoch: assigned.since_epoch, client: sharer.client })
         });
         shared.collect()
     }

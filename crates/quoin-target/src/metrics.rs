@@ -244,6 +244,7 @@ mod tests {
         let kind = metrics.clients.requested(&Request {
             token: 1,
             operation: Operation::Read { offset: 0, length: 4096 },
+            origin: None,
         });
         let reply = Reply { token: 1, result: Err(quoin_types::block::BlockError::Damaged) };
         metrics.clients.replied(&reply, kind, Duration::from_micros(100));

@@ -21,8 +21,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use bytes::BytesMut;
 use quoin_identity::{Identity, valid_until};
-use quoin_nbd::{Description, Exports, Limits, Proven, Refused, Session, TlsPolicy};
+use quoin_nbd::{Description, Exports, Limits, Numbering, Proven, Refused, Session, TlsPolicy};
 use quoin_reactor::descriptors::{LISTENER_REST, Shortage};
+use quoin_types::ClientId;
 use quoin_types::block::{DeviceInfo, Frontend, Request};
 use quoin_wire::connection_slots::{ConnectionSlot, ConnectionSlots};
 use quoin_wire::handshake;
@@ -30,7 +31,7 @@ use quoin_wire::same_host::PeerAddress;
 use tokio::sync::watch;
 
 use crate::client::{SharedUse, User};
-use crate::control::Control;
+use crate::control::{Control, Offered};
 use crate::standing::{Holder, Port, Standing};
 
 /// Most negotiations under way at once.
@@ -224,11 +225,12 @@ fn hear(
     };
     let learned =
         Arc::new(Mutex::new(Learned { standing, until: None, secret: None, proof: None }));
+    let found = Arc::new(Mutex::default());
     let pending = PendingClient {
         control: control.clone(),
         port,
         learned: learned.clone(),
-        since_epoch: Mutex::default(),
+        found: found.clone(),
     };
     let mut session = Session::over(Box::new(pending), policy, Limits::default());
     let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
@@ -267,7 +269,10 @@ fn hear(
     let user = match learned.standing {
         Standing::Opener(None) => None,
         Standing::Opener(Some(holder)) => Some(User { holder, shares: None }),
-        Standing::Sharer(holder) => Some(User { holder, shares: Some(SharedUse { read_only }) }),
+        Standing::Sharer(holder) => {
+            let (_, client) = *found.lock().expect("never held across a panic");
+            Some(User { holder, shares: Some(SharedUse { read_only, client }) })
+        }
         Standing::Unknown | Standing::Forbidden(_) => {
             return Err("nothing is open to it".to_owned());
         }
@@ -301,8 +306,8 @@ struct PendingClient {
     control: Arc<Control>,
     port: Port,
     learned: Arc<Mutex<Learned>>,
-    /// Of the export that was found last.
-    since_epoch: Mutex<u64>,
+    /// First epoch of the use of the export that was found last, and the number of the attachment.
+    found: Arc<Mutex<(u64, u64)>>,
 }
 
 impl PendingClient {
@@ -310,17 +315,24 @@ impl PendingClient {
         self.learned.lock().expect("never held across a panic")
     }
 
-    /// Returns what the client may open, each with the first epoch of its use where it is a sharer.
-    fn exports(&self) -> Result<Vec<(DeviceInfo, u64)>, Refused> {
+    /// Returns what the client may open.
+    fn exports(&self) -> Result<Vec<Offered>, Refused> {
         let Learned { standing, secret, proof, .. } = self.learned().clone();
         match standing {
             Standing::Opener(_) => {
-                Ok(self.control.exports().into_iter().map(|device| (device, 0)).collect())
+                let all = self.control.exports().into_iter();
+                Ok(all.map(|info| Offered { info, since_epoch: 0, client: 0 }).collect())
             }
             Standing::Sharer(holder) => Ok(self.control.exports_to(&holder, secret.zip(proof))),
             Standing::Unknown => Err(Refused::Unknown),
             Standing::Forbidden(why) => Err(Refused::Forbidden(why)),
         }
+    }
+}
+
+impl PendingClient {
+    fn offered(&self, name: &[u8]) -> Result<Option<Offered>, Refused> {
+        Ok(self.exports()?.into_iter().find(|offered| offered.info.name.as_bytes() == name))
     }
 }
 
@@ -346,21 +358,26 @@ impl Exports for PendingClient {
     }
 
     fn description(&self) -> String {
-        let since_epoch = *self.since_epoch.lock().expect("never held across a panic");
+        let (since_epoch, _) = *self.found.lock().expect("never held across a panic");
         Description { since_epoch }.to_string()
     }
 
     fn list(&self) -> Result<Vec<String>, Refused> {
-        Ok(self.exports()?.into_iter().map(|(device, _)| device.name).collect())
+        Ok(self.exports()?.into_iter().map(|offered| offered.info.name).collect())
+    }
+
+    fn client(&self, name: &[u8], shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
+        let attachment = self.offered(name)?.map_or(0, |offered| offered.client);
+        Numbering { attachment, random: rand::random() }.client(shown)
     }
 
     fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused> {
-        let found = self.exports()?.into_iter().find(|(d, _)| d.name.as_bytes() == name);
         let standing = self.learned().standing.clone();
-        match (found, standing) {
-            (Some((device, since_epoch)), _) => {
-                *self.since_epoch.lock().expect("never held across a panic") = since_epoch;
-                Ok(device)
+        match (self.offered(name)?, standing) {
+            (Some(offered), _) => {
+                let mut found = self.found.lock().expect("never held across a panic");
+                *found = (offered.since_epoch, offered.client);
+                Ok(offered.info)
             }
             (None, Standing::Sharer(holder)) => Err(Refused::Forbidden(format!(
                 "{holder} may not use that volume of node {}: it does not share it by the key of this \

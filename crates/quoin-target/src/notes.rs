@@ -134,6 +134,14 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool
             "a replica that it needs went away before the records had it; it is tried again"
                 .to_owned(),
         ),
+        PrimaryNote::ClientRefused { client } => (
+            Warning,
+            "ClientRefused",
+            format!(
+                "client {client} does not begin to change the volume: its attachment is over, or as \
+                 many hosts change the volume as may"
+            ),
+        ),
         PrimaryNote::InvariantRefused { member, invariant } => {
             replica = member.id.to_string();
             (Error, "InvariantRefused", format!("said what {invariant} forbids and was shut out"))

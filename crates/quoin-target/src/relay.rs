@@ -326,7 +326,11 @@ async fn name_export(
 fn with_name(code: u32, data: Vec<u8>, export: &str) -> Vec<u8> {
     match code {
         option::EXPORT_NAME if data.is_empty() => export.as_bytes().to_vec(),
-        option::GO | option::INFO | option::SET_META_CONTEXT | option::LIST_META_CONTEXT
+        option::GO
+        | option::INFO
+        | option::SET_META_CONTEXT
+        | option::LIST_META_CONTEXT
+        | option::CLIENT
             if data.len() >= 4 && be32(&data, 0) == 0 =>
         {
             let mut named = (export.len() as u32).to_be_bytes().to_vec();
@@ -388,12 +392,14 @@ mod tests {
         let sent = [
             option(option::STRUCTURED_REPLY, b""),
             option(option::SET_META_CONTEXT, &named(b"", b"context")),
+            option(option::CLIENT, &named(b"", &[7; 16])),
             option(option::GO, &named(b"", b"\0\x01\0\x03")),
             requests.to_vec(),
         ];
         let expected = [
             option(option::STRUCTURED_REPLY, b""),
             option(option::SET_META_CONTEXT, &named(b"db", b"context")),
+            option(option::CLIENT, &named(b"db", &[7; 16])),
             option(option::GO, &named(b"db", b"\0\x01\0\x03")),
             requests.to_vec(),
         ];

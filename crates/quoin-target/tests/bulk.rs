@@ -263,6 +263,7 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
         replicas: places,
         desired: Default::default(),
         verify: None,
+        client: 0,
         sharers: Vec::new(),
         seed: 1,
     })));

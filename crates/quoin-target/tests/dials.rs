@@ -76,6 +76,7 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
             }],
             desired: Default::default(),
             verify: None,
+            client: 0,
             sharers: Vec::new(),
             seed: n,
         })));

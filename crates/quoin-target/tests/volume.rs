@@ -265,6 +265,7 @@ fn limits_and_durability_of_an_open_volume_change_with_its_next_assignment() {
             replicas: volume.places(),
             desired: Default::default(),
             verify: None,
+            client: 0,
             sharers: Vec::new(),
         })));
         eventually("the options are in force", || target.status().options_version == version);
@@ -298,6 +299,7 @@ fn limits_and_durability_of_an_open_volume_change_with_its_next_assignment() {
         replicas: volume.places(),
         desired: Default::default(),
         verify: None,
+        client: 0,
         sharers: Vec::new(),
     })));
     client.write(0, &[4; 4096]);

@@ -5,6 +5,9 @@
 
 use bytes::{Bytes, BytesMut};
 
+use crate::client::Origin;
+use crate::ids::ClientId;
+
 /// Number of one request within its session; chosen by the session, given back with the reply.
 pub type Token = u64;
 
@@ -43,6 +46,8 @@ pub enum Operation {
 pub struct Request {
     pub token: Token,
     pub operation: Operation,
+    /// The request of its client, which may send it again, if the client numbers them.
+    pub origin: Option<Origin>,
 }
 
 /// Reason for which a request failed; every front-end maps it to its own codes.
@@ -62,6 +67,12 @@ pub enum BlockError {
     ReadOnly,
     #[error("the target is shutting down or was fenced by a newer epoch")]
     Stopped,
+    #[error(
+        "the volume no longer knows this client: its attachment ended, or another one followed"
+    )]
+    NoClient,
+    #[error("the request's number is not one of those that its client may use now")]
+    OutOfWindow,
 }
 
 /// One part of the answer to [`Operation::Status`].
@@ -125,6 +136,12 @@ pub trait Frontend: Send {
 
     /// Sets the limit: one more request is accepted while those under way hold less than this.
     fn set_held_bytes_max(&mut self, bytes: usize);
+
+    /// Returns the client whose requests the session numbers, once that is negotiated, and whether it
+    /// begins with this session.
+    fn client(&self) -> Option<(ClientId, bool)> {
+        None
+    }
 
     /// Called when the volume has grown or its mode has changed.
     fn device_changed(&mut self, _info: &DeviceInfo) {}

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use bytes::{BufMut, Bytes, BytesMut};
 
+use crate::client::Part;
 use crate::codec::{Malformed, Reader, Writer};
-use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
+use crate::ids::{ClientId, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
 use crate::membership::{Durability, Member, REPLICAS_MAX};
 use crate::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX, crc32c};
 
@@ -78,6 +79,14 @@ pub enum EntryKind {
         blocks: u64,
     },
     View(Box<View>),
+    /// A client's requests are known from here on ([`crate::client`]).
+    BeginClient {
+        client: ClientId,
+    },
+    /// Requests of the client are refused from here on.
+    EndClient {
+        client: ClientId,
+    },
 }
 
 impl EntryKind {
@@ -92,6 +101,8 @@ impl EntryKind {
             EntryKind::Revert { .. } => 6,
             EntryKind::Resize { .. } => 7,
             EntryKind::View(_) => 8,
+            EntryKind::BeginClient { .. } => 9,
+            EntryKind::EndClient { .. } => 10,
         }
     }
 
@@ -108,6 +119,9 @@ impl EntryKind {
             EntryKind::DeleteSnapshot { id } | EntryKind::Revert { id } => out.put_u128_le(id.0),
             EntryKind::Resize { blocks } => out.put_u64_le(*blocks),
             EntryKind::View(view) => view.encode(&mut out),
+            EntryKind::BeginClient { client } | EntryKind::EndClient { client } => {
+                out.put_u128_le(client.0);
+            }
         }
         out.freeze()
     }
@@ -130,6 +144,8 @@ impl EntryKind {
                 EntryKind::Resize { blocks }
             }
             8 => EntryKind::View(Box::new(View::decode(&mut r)?)),
+            9 => EntryKind::BeginClient { client: ClientId(r.u128("client")?) },
+            10 => EntryKind::EndClient { client: ClientId(r.u128("client")?) },
             _ => return Err(Malformed("entry kind (from a newer version?)")),
         };
         r.end("entry payload")?;
@@ -146,7 +162,9 @@ impl EntryKind {
             EntryKind::Snapshot { .. }
             | EntryKind::DeleteSnapshot { .. }
             | EntryKind::Resize { .. }
-            | EntryKind::View(_) => false,
+            | EntryKind::View(_)
+            | EntryKind::BeginClient { .. }
+            | EntryKind::EndClient { .. } => false,
         }
     }
 
@@ -247,11 +265,22 @@ pub struct Entry {
     pub chain: Chain,
     /// The entry is durable before Applied (a client's FUA).
     pub fua: bool,
+    /// The request that a `Write`, `Trim` or `Zero` is of, if its client numbers them.
+    pub part: Option<Part>,
 }
 
 pub type SharedEntry = Arc<Entry>;
 
 impl Entry {
+    /// Flags of an entry, on the wire and on disk.
+    pub const FLAG_FUA: u8 = 1;
+    pub const FLAG_PART: u8 = 2;
+
+    pub fn flags(&self) -> u8 {
+        let part = if self.part.is_some() { Self::FLAG_PART } else { 0 };
+        if self.fua { Self::FLAG_FUA | part } else { part }
+    }
+
     /// Builds the entry that follows `previous`, with its checksums and chain.
     pub fn after(
         previous: Chain,
@@ -261,6 +290,21 @@ impl Entry {
         blocks: u32,
         data: Bytes,
         fua: bool,
+    ) -> Self {
+        Self::part_after(previous, position, kind, lba, blocks, data, fua, None)
+    }
+
+    /// Builds the entry that follows `previous`, as a part of a client's request.
+    #[allow(clippy::too_many_arguments)]
+    pub fn part_after(
+        previous: Chain,
+        position: Position,
+        kind: EntryKind,
+        lba: u64,
+        blocks: u32,
+        data: Bytes,
+        fua: bool,
+        part: Option<Part>,
     ) -> Self {
         let crcs = data.chunks_exact(BLOCK_SIZE).map(crc32c).collect();
         let mut entry = Entry {
@@ -273,6 +317,7 @@ impl Entry {
             data,
             chain: Chain(0),
             fua,
+            part,
         };
         entry.chain = entry.chain_after(previous);
         entry
@@ -292,7 +337,7 @@ impl Entry {
         head[24..32].copy_from_slice(&self.lba.to_le_bytes());
         head[32..36].copy_from_slice(&self.blocks.to_le_bytes());
         head[36] = self.kind.code();
-        if matches!(self.kind, EntryKind::Write | EntryKind::Trim) {
+        if matches!(self.kind, EntryKind::Write | EntryKind::Trim) && self.part.is_none() {
             // One pass over one contiguous buffer: a checksum fed in parts costs several times as
             // much.
             if self.crcs.len() <= SMALL_WRITE_BLOCKS {
@@ -311,6 +356,9 @@ impl Entry {
         }
         if !matches!(self.kind, EntryKind::Write | EntryKind::Trim) {
             digest.update(&self.kind.encode_payload());
+        }
+        if let Some(part) = &self.part {
+            digest.update(&part.to_bytes());
         }
         Chain(digest.finalize())
     }
@@ -350,6 +398,10 @@ impl Entry {
         }
         if self.data.len() != data_blocks * BLOCK_SIZE || self.crcs.len() != data_blocks {
             return Err(Malformed("entry data"));
+        }
+        let end = self.lba + u64::from(self.blocks);
+        if self.part.is_some_and(|part| range_max == 0 || part.end != end) {
+            return Err(Malformed("entry of a client's request"));
         }
         Ok(())
     }

@@ -55,6 +55,7 @@ id128!(/** Which incarnation of a copy's data: new each time it is created. */ R
 id128!(/** A pool of one host. */ PoolId);
 id128!(/** A snapshot, visible or hidden. */ SnapshotId);
 id128!(/** A group of volumes (one crash-consistent unit). */ GroupId);
+id128!(/** A client of a volume that several hosts change at once ([`crate::client`]). */ ClientId);
 id128!(/** One attempt at a point over several volumes. Chosen at random. */ PointId);
 id128!(/** One term of one controller. Chosen at random; 0 in term 0. */ TermId);
 id128!(/** One attempt of one target process to open a volume. Chosen at random. */ Incarnation);

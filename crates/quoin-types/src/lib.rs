@@ -6,6 +6,7 @@
 //! never panics.
 
 pub mod block;
+pub mod client;
 pub mod codec;
 pub mod entry;
 pub mod ids;
@@ -16,10 +17,11 @@ pub mod mutant;
 pub mod term;
 pub mod time;
 
+pub use client::{ClientTable, Origin, Part};
 pub use entry::{Chain, Entry, EntryKind, View};
 pub use ids::{
-    BulkKey, Epoch, GroupId, Incarnation, Lsn, PointId, PoolId, Position, ReplicaGuid, ReplicaId,
-    SessionKey, SnapshotId, TermId, VolumeId,
+    BulkKey, ClientId, Epoch, GroupId, Incarnation, Lsn, PointId, PoolId, Position, ReplicaGuid,
+    ReplicaId, SessionKey, SnapshotId, TermId, VolumeId,
 };
 pub use membership::{Desired, Durability, Member, Membership, Newcomer};
 pub use term::Term;

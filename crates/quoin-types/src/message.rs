@@ -7,6 +7,7 @@
 
 use bytes::Bytes;
 
+use crate::client::ClientTable;
 use crate::entry::{Chain, SharedEntry, View};
 use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
 use crate::membership::Membership;
@@ -318,6 +319,8 @@ pub struct IncrementEnd {
     pub volume_blocks: u64,
     /// Snapshots that exist at `position`; the receiver drops any others.
     pub snapshots: Vec<SnapshotInfo>,
+    /// Clients of the volume at `position`.
+    pub clients: ClientTable,
 }
 
 impl IncrementEnd {
@@ -334,8 +337,9 @@ impl IncrementEnd {
         let last = self.position.lsn;
         if self.last_view.as_ref().is_some_and(|(lsn, _)| *lsn > last)
             || self.snapshots.iter().any(|s| s.lsn > last)
+            || !self.clients.is_within(last)
         {
-            return Err("a View or snapshot beyond the history's end");
+            return Err("a View, snapshot or request beyond the history's end");
         }
         Ok(())
     }
@@ -386,6 +390,7 @@ impl OpenAck {
             || self.base > self.stable
             || self.last_view.as_ref().is_some_and(|(lsn, _)| *lsn > last)
             || self.snapshots.iter().any(|s| s.lsn > last)
+            || !self.clients.is_within(last)
         {
             return Err("a state beyond the history's end");
         }
@@ -418,6 +423,8 @@ pub struct OpenAck {
     pub shadow_cut: Option<Lsn>,
     /// Heads of the snapshots, in their order.
     pub heads: Vec<SnapshotHead>,
+    /// Clients of the volume at `position`.
+    pub clients: ClientTable,
 }
 
 /// Reason for which a replica refused a session or ended it.

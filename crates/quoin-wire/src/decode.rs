@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use quoin_types::client::{ClientTable, Part};
 use quoin_types::codec::{Malformed, Reader};
 use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
 use quoin_types::ids::{
@@ -213,6 +214,7 @@ impl Body {
                         Some(self.lsn()?).filter(|_| has_cut)
                     },
                     heads: self.heads()?,
+                    clients: ClientTable::decode(&mut self.head)?,
                 };
                 FromReplica::OpenAck(Box::new(ack))
             }
@@ -427,6 +429,7 @@ impl Body {
             last_view: self.last_view()?,
             volume_blocks: self.head.u64("volume size")?,
             snapshots: self.snapshots()?,
+            clients: ClientTable::decode(&mut self.head)?,
         })
     }
 
@@ -457,16 +460,24 @@ impl Body {
         let lba = head.u64("entry")?;
         let blocks = head.u32("entry")?;
         let code = head.u8("entry")?;
-        let fua = head.bool("entry")?;
+        let flags = head.u8("entry")?;
+        if flags & !(Entry::FLAG_FUA | Entry::FLAG_PART) != 0 {
+            return Err(WireError::Malformed("entry"));
+        }
+        let fua = flags & Entry::FLAG_FUA != 0;
         let chain = Chain(head.u64("entry")?);
         let kind = EntryKind::decode(code, head.bytes("entry payload")?)?;
+        let part = match flags & Entry::FLAG_PART {
+            0 => None,
+            _ => Some(Part::decode(head)?),
+        };
         let (mut crcs, mut data) = (Vec::new(), Bytes::new());
         if kind == EntryKind::Write {
             let n = blocks as usize;
             crcs = head.u32s(n, "entry checksums")?;
             data = self.data(n.saturating_mul(BLOCK_SIZE))?;
         }
-        let entry = Entry { epoch, lsn, kind, lba, blocks, crcs, data, chain, fua };
+        let entry = Entry { epoch, lsn, kind, lba, blocks, crcs, data, chain, fua, part };
         entry.check()?;
         Ok(entry)
     }

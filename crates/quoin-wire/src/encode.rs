@@ -70,9 +70,12 @@ impl FrameBuffer {
         out.put_u64_le(entry.lba);
         out.put_u32_le(entry.blocks);
         out.put_u8(entry.kind.code());
-        out.put_flag(entry.fua);
+        out.put_u8(entry.flags());
         out.put_u64_le(entry.chain.0);
         out.put_blob(&entry.kind.encode_payload());
+        if let Some(part) = &entry.part {
+            out.put_slice(&part.to_bytes());
+        }
         for crc in &entry.crcs {
             out.put_u32_le(*crc);
         }
@@ -167,6 +170,7 @@ fn increment_end(out: &mut BytesMut, end: &IncrementEnd) {
     last_view(out, &end.last_view);
     out.put_u64_le(end.volume_blocks);
     snapshots(out, &end.snapshots);
+    end.clients.encode(out);
 }
 
 /// Encodes a message to a replica; `emit` gets each frame (several for a long `Append`).
@@ -356,6 +360,7 @@ pub fn from_replica(
             out.put_u64_le(ack.shadow_cut.unwrap_or_default().0);
             out.put_count(ack.heads.len());
             ack.heads.iter().for_each(|at| head(out, at));
+            ack.clients.encode(out);
             kind::OPEN_ACK
         }
         FromReplica::Refuse { promised, failure: why } => {

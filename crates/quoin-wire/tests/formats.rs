@@ -12,7 +12,9 @@ use quoin_types::entry::{Chain, Entry, EntryKind, Rule, SharedEntry, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_types::membership::{Durability, Member, Membership};
 use quoin_types::message::*;
-use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
+use quoin_types::{
+    BLOCK_SIZE, ClientId, ClientTable, Origin, Part, ReplicaGuid, ReplicaId, VolumeId, crc32c,
+};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{self, FrameBuffer};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits, WireError};
@@ -75,15 +77,28 @@ fn entries() -> Vec<SharedEntry> {
         (EntryKind::Revert { id }, 0, 0),
         (EntryKind::Resize { blocks: 1 << 20 }, 0, 0),
         (EntryKind::View(Box::new(view())), 0, 0),
+        (EntryKind::BeginClient { client: ClientId(7) }, 0, 0),
+        (EntryKind::Write, 30, 1),
+        (EntryKind::EndClient { client: ClientId(7) }, 0, 0),
     ];
     let mut chain = Chain(0xc4a1);
     let entry = |(n, (kind, lba, blocks)): (u64, _)| {
         let data = match kind {
-            EntryKind::Write => Bytes::from([block(1), block(2)].concat()),
+            EntryKind::Write => {
+                Bytes::from([block(1), block(2)].concat()).slice(..blocks * BLOCK_SIZE)
+            }
             _ => Bytes::new(),
         };
         let at = Position { epoch: Epoch(3), lsn: Lsn(100 + n) };
-        let entry = Entry::after(chain, at, kind, lba, blocks, data, n == 0);
+        // The second write is a part of a client's request.
+        let origin = Origin { client: ClientId(7), number: 4, low: 3 };
+        let part = (lba == 30).then_some(Part {
+            origin,
+            end: 30 + u64::from(blocks as u32),
+            is_last: true,
+        });
+        let blocks = blocks as u32;
+        let entry = Entry::part_after(chain, at, kind, lba, blocks, data, n == 0, part);
         chain = entry.chain;
         Arc::new(entry)
     };
@@ -119,6 +134,18 @@ fn table() -> Vec<EpochEnd> {
     vec![row(1, 1, 60, 0xaa), row(3, 61, 107, 0xbb)]
 }
 
+/// A client of which one request took effect and another one did in part.
+fn clients() -> ClientTable {
+    let mut table = ClientTable::default();
+    table.apply(Lsn(50), &EntryKind::BeginClient { client: ClientId(7) }, None);
+    for (number, is_last) in [(11, true), (12, false)] {
+        let origin = Origin { client: ClientId(7), number, low: 11 };
+        let part = Part { origin, end: 31, is_last };
+        table.apply(Lsn(60), &EntryKind::Write, Some(&part));
+    }
+    table
+}
+
 fn end() -> IncrementEnd {
     IncrementEnd {
         position: Position { epoch: Epoch(3), lsn: Lsn(107) },
@@ -127,6 +154,7 @@ fn end() -> IncrementEnd {
         last_view: Some((Lsn(105), view())),
         volume_blocks: 1 << 20,
         snapshots: vec![snapshot()],
+        clients: clients(),
     }
 }
 
@@ -232,6 +260,7 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         shadow: Some((77, Lsn(5), 504)),
         shadow_cut: Some(Lsn(90)),
         heads: vec![head()],
+        clients: clients(),
     };
     let empty = OpenAck {
         shadow: None,
@@ -239,6 +268,7 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         last_view: None,
         snapshots: vec![],
         heads: vec![],
+        clients: ClientTable::default(),
         ..ack.clone()
     };
     let pulled = |cursor, end: Option<IncrementEnd>| FromReplica::Pulled {

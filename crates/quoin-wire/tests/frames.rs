@@ -10,7 +10,9 @@ use quoin_types::entry::{Chain, Entry, EntryKind, Rule, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_types::membership::{Durability, Member, Membership};
 use quoin_types::message::*;
-use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c};
+use quoin_types::{
+    BLOCK_SIZE, ClientTable, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c,
+};
 use quoin_wire::frame::{HEADER_LEN, Limits, WireError};
 use quoin_wire::security::{Mode, Opener, SECRET_LEN, Sealer};
 use quoin_wire::{Connection, Frame, ReadOutcome};
@@ -139,6 +141,7 @@ fn increment_end() -> impl Strategy<Value = Box<IncrementEnd>> {
                 last_view,
                 volume_blocks,
                 snapshots,
+                clients: ClientTable::default(),
             })
         })
 }
@@ -309,6 +312,7 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
                         shadow,
                         shadow_cut,
                         heads,
+                        clients: ClientTable::default(),
                     }))
                 }
             ),

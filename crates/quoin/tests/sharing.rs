@@ -239,6 +239,42 @@ fn hosts_share_a_volume_through_leaving_and_the_loss_of_the_one_that_serves_it()
     println!("the longest write took {longest:?}; the bound is {bound:?} on an idle machine");
 }
 
+/// A write whose answer is lost is sent again, by the target that follows on its host. It took effect
+/// before the other host wrote, and must not take effect after it.
+#[test]
+fn a_write_that_is_sent_again_does_not_undo_what_another_host_wrote_after_it() {
+    const H1: usize = 2;
+    const H2: usize = 3;
+    let Some(network) = Network::new(&["c", "p", "h1", "h2"]) else { return };
+    let (mut cluster, hosts) = cluster("repeats", &network, &["h1", "h2"]);
+    let [h1, h2] = hosts.as_slice() else { unreachable!() };
+    let shared = ["--share", "multi-writer"];
+    let first = User::of(&h1.attached(&cluster, "db", &shared));
+    let second = User::of(&h2.attached(&cluster, "db", &shared));
+    second.write(3, 1).unwrap();
+    assert_eq!(first.read(3), 1);
+
+    network.lose("add", H1, H2);
+    let data = Bytes::from(vec![0xa; BLOCK]);
+    let held = second.begin(Operation::Write { offset: 3 * BLOCK as u64, data, fua: true });
+    eventually("it took effect", || (first.read(3) == 0xa).then_some(()));
+    first.write(3, 0xb).unwrap();
+    first.answer(Operation::Flush).unwrap();
+    assert_eq!(first.read(3), 0xb);
+    assert!(held.try_recv().is_err(), "its answer is lost");
+
+    network.lose("del", H1, H2);
+    common::signal(cluster.process("h2").pid(), "KILL");
+    let (state, controller) = (cluster.path("h2-state"), cluster.controller.clone());
+    let words = ["target", "--state", &state, "--run", &h2.run, "--name", "h2", "--controller"];
+    let words = words.into_iter().chain([controller.as_str()]).map(String::from).collect();
+    cluster.run(&h2.place, "h2", words);
+    held.recv_timeout(Duration::from_secs(60)).expect("an answer").unwrap();
+    assert_eq!((first.read(3), second.read(3)), (0xb, 0xb), "the last write that was answered");
+    second.write(3, 0xc).unwrap();
+    assert_eq!(first.read(3), 0xc, "the host goes on");
+}
+
 /// Writes a block of a device past the host's cache.
 fn write_block(device: &str, block: u64, byte: u8, from: &Path) {
     std::fs::write(from, vec![byte; BLOCK]).unwrap();

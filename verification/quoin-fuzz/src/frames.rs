@@ -61,6 +61,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         chain: Chain(9),
         crcs: vec![crc32c(&data)],
         data,
+        part: None,
     };
     let append = ToReplica::Append {
         entries: vec![entry.into()],

@@ -16,7 +16,7 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{
     BadCopy, CutHead, EpochEnd, IncrementEnd, ReadView, RoomGrant, Slot, SnapshotHead, SnapshotInfo,
 };
-use quoin_types::{Epoch, Lsn, ReplicaGuid};
+use quoin_types::{ClientTable, Epoch, Lsn, ReplicaGuid};
 
 use crate::disk::{DiskCounts, Failing, Lie};
 use crate::random::Random;
@@ -233,6 +233,9 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     }
     fn epoch_table(&self) -> Vec<EpochEnd> {
         self.inner.epoch_table()
+    }
+    fn clients(&self) -> ClientTable {
+        self.inner.clients()
     }
     fn snapshots(&self) -> Vec<SnapshotInfo> {
         self.inner.snapshots()

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use bytes::{Bytes, BytesMut};
-use quoin_nbd::{Description, Limits, Session, TlsPolicy, VolumeExport};
+use quoin_nbd::{Description, Limits, Numbering, Session, TlsPolicy, VolumeExport};
 use quoin_types::block::{
     BlockError, DeviceInfo, Frontend, Operation, Payload, Reply, Request, StatusExtent,
 };
@@ -126,6 +126,8 @@ pub struct ServerOptions {
     pub policy: TlsPolicy,
     /// Which use of the volume this is.
     pub since_epoch: u64,
+    /// Whether its clients number their requests.
+    pub numbering: Numbering,
     /// Every n-th batch of replies is swallowed and the connection cut; 0: never.
     pub cut_every: u64,
 }
@@ -138,6 +140,7 @@ impl Default for ServerOptions {
             read_only: false,
             policy: TlsPolicy::Plain,
             since_epoch: 0,
+            numbering: Numbering::default(),
             cut_every: 0,
         }
     }
@@ -219,7 +222,7 @@ pub fn serve<S: Read + Write>(
         read_only: options.read_only,
     };
     let description = Description { since_epoch: options.since_epoch };
-    let export = VolumeExport { device: info, description };
+    let export = VolumeExport { device: info, description, numbering: options.numbering };
     let mut session = Session::over(Box::new(export), options.policy.clone(), Limits::default());
     let (mut input, mut output) = (BytesMut::new(), Vec::new());
     let mut buffer = vec![0; 256 << 10];

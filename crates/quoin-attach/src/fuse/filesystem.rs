@@ -14,7 +14,7 @@ use super::wire::{
     opcode, out_header, u32_at, u64_at,
 };
 use crate::metrics::{Metrics, RequestKind};
-use quoin_nbd::client::RequestError;
+use quoin_nbd::client::{RequestError, RequestKey};
 
 /// Largest read or write that the kernel may send.
 pub const IO_BYTES_MAX: usize = 1 << 20;
@@ -57,7 +57,12 @@ pub struct Filesystem {
     /// Start of this turn.
     now: Instant,
     resends: bool,
+    /// Offset that the last process reached of zeroings that are sent again, by key.
+    reached: HashMap<u64, u64>,
 }
+
+/// Flag of a request that the kernel sends again.
+const RESENT: u64 = 1 << 63;
 
 #[derive(Debug)]
 struct Pending {
@@ -93,6 +98,23 @@ impl Filesystem {
             metrics: Metrics::default(),
             now: Instant::now(),
             resends: false,
+            reached: HashMap::new(),
+        }
+    }
+
+    /// Goes on with zeroings of the last process where it was, until all were sent again.
+    pub fn go_on_at(&mut self, reached: HashMap<u64, u64>) {
+        self.reached = reached;
+    }
+
+    /// The key by which the next process knows an operation that was submitted.
+    pub fn key(&self, token: u64, operation: &Operation) -> Option<RequestKey> {
+        let key = self.pending.get(&token)?.unique & !RESENT;
+        match operation {
+            Operation::Write { offset, .. } | Operation::WriteZeroes { offset, .. } => {
+                Some(RequestKey { key, offset: *offset })
+            }
+            _ => None,
         }
     }
 
@@ -252,7 +274,13 @@ impl Filesystem {
         let end = offset.checked_add(length).ok_or(libc::EFBIG)?.min(self.size_bytes);
         match end.checked_sub(offset) {
             None | Some(0) => Ok(Outcome::Answer(answer(unique, Body::default()))),
-            Some(left) => Ok(self.zero(unique, offset, left, no_hole)),
+            Some(left) => {
+                // What was done before must not be done again: another host may have written there.
+                let done = self.reached.remove(&(unique & !RESENT));
+                let done = done.and_then(|at| at.checked_sub(offset)).filter(|done| *done < left);
+                let done = done.unwrap_or(0);
+                Ok(self.zero(unique, offset + done, left - done, no_hole))
+            }
         }
     }
 
@@ -444,6 +472,25 @@ mod tests {
         }
         assert_eq!(errno(&outcome), 0);
         assert_eq!((at, pieces), (5 << 30, 5));
+    }
+
+    #[test]
+    fn a_zeroing_that_is_sent_again_goes_on_where_the_last_process_was() {
+        const PIECE: u64 = 1 << 30;
+        let mode = FALLOCATE_PUNCH_HOLE | FALLOCATE_KEEP_SIZE;
+        let punch = message(opcode::FALLOCATE, 4 | RESENT, &fallocate(0, 3 * PIECE, mode));
+        let mut filesystem = Filesystem::new(5 << 30, 4096, false);
+        filesystem.go_on_at(HashMap::from([(4, 2 * PIECE)]));
+        let (token, operation) = submitted(filesystem.message(&punch));
+        let key = RequestKey { key: 4, offset: 2 * PIECE };
+        assert_eq!(filesystem.key(token, &operation), Some(key));
+        let rest =
+            Operation::WriteZeroes { offset: 2 * PIECE, length: PIECE, fua: false, no_hole: false };
+        assert_eq!(operation, rest);
+        let outcome = filesystem.complete(token, Ok(Payload::None));
+        assert_eq!(errno(&outcome), 0);
+        let (_, operation) = submitted(filesystem.message(&punch));
+        assert!(matches!(operation, Operation::WriteZeroes { offset: 0, .. }), "{operation:?}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The thread of one mounted volume, between the kernel and the target.
 
+use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use super::wire::{NOTIFY_RESEND, WRITE_HEADER_BYTES, notification};
 use crate::Metrics;
 use crate::child;
 use crate::metrics::VolumeStatus;
-use quoin_nbd::client::{Done, Link};
+use quoin_nbd::client::{Done, Keyed, Link};
 
 /// Limit of messages read from the kernel before the target has its turn.
 const MESSAGES_PER_TURN: usize = 64;
@@ -142,9 +143,10 @@ impl Server {
             active: AtomicU64::new(0),
             dead: OnceLock::new(),
         });
-        let filesystem =
+        let mut filesystem =
             Filesystem::new(geometry.size_bytes, geometry.block_size, geometry.read_only)
                 .with_metrics(metrics.clone());
+        filesystem.go_on_at(link.reached());
         let buffer = Buffer::new(BUFFER_BYTES).map_err(failed)?;
         let thread_shared = shared.clone();
         let name = volume.to_owned();
@@ -297,6 +299,7 @@ struct VolumeLoop {
     link: Option<Link>,
     shared: Arc<Shared>,
     buffer: Buffer,
+    is_all_sent_again: bool,
 }
 
 impl VolumeLoop {
@@ -308,7 +311,8 @@ impl VolumeLoop {
         shared: Arc<Shared>,
         buffer: Buffer,
     ) -> Self {
-        Self { volume, device, filesystem, link: Some(link), shared, buffer }
+        let link = Some(link);
+        Self { volume, device, filesystem, link, shared, buffer, is_all_sent_again: false }
     }
 
     fn run(mut self) {
@@ -400,9 +404,12 @@ impl VolumeLoop {
                     if self.filesystem.resends() {
                         self.shared.resends.store(true, Ordering::Relaxed);
                     }
-                    self.handle(outcome);
+                    self.handle(outcome, None);
                 }
-                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::AGAIN) => {
+                    self.all_sent_again();
+                    return Ok(());
+                }
                 // ENOENT: the request was interrupted before it was read.
                 Err(Errno::INTR | Errno::NOENT) => {}
                 Err(error) => return Err(error),
@@ -414,16 +421,41 @@ impl VolumeLoop {
     fn answer(&mut self, done: &mut Vec<Done>) {
         for one in done.drain(..) {
             let outcome = self.filesystem.complete(one.token, one.result);
-            self.handle(outcome);
+            self.handle(outcome, Some(one.token));
         }
     }
 
-    fn handle(&mut self, mut outcome: Outcome) {
+    /// Ends what the last process left: the kernel has sent again all that it had no answer to.
+    fn all_sent_again(&mut self) {
+        if !std::mem::replace(&mut self.is_all_sent_again, true)
+            && let Some(link) = &mut self.link
+        {
+            link.forget_left();
+            self.filesystem.go_on_at(HashMap::new());
+        }
+    }
+
+    /// `follows`: the operation whose result led to this.
+    fn handle(&mut self, mut outcome: Outcome, follows: Option<u64>) {
         loop {
             match outcome {
-                Outcome::Answer(answer) => return self.write(&answer),
+                Outcome::Answer(answer) => {
+                    self.write(&answer);
+                    // Not before: the kernel would send the request to the next process again.
+                    if let (Some(link), Some(answered)) = (&mut self.link, follows) {
+                        link.release(answered);
+                    }
+                    return;
+                }
                 Outcome::Submit { token, operation } => match &mut self.link {
-                    Some(link) => return link.submit(token, operation),
+                    Some(link) => {
+                        return match self.filesystem.key(token, &operation) {
+                            Some(key) => {
+                                link.submit_keyed(token, operation, Keyed { key, follows });
+                            }
+                            None => link.submit(token, operation),
+                        };
+                    }
                     None => {
                         let stopped = Err(quoin_nbd::client::RequestError::Stopped);
                         outcome = self.filesystem.complete(token, stopped);

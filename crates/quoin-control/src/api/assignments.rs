@@ -22,6 +22,7 @@ use crate::state::changes::News;
 use crate::state::records::{
     BaseUse, MemberOfCluster, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord,
 };
+use crate::volume::attach::AttachmentRecord;
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 
@@ -62,6 +63,11 @@ fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {
     let gone =
         gone.map(|d| assignment(d.id.0.to_string(), d.guid.0.to_string(), ReplicaPhase::Delete));
     held.chain(gone).collect()
+}
+
+/// Number of an attachment whose requests are numbered, or 0.
+fn client_of(attachment: &AttachmentRecord) -> u64 {
+    if attachment.writes_nothing() { 0 } else { attachment.client }
 }
 
 /// Makes assignments.
@@ -167,6 +173,7 @@ impl Assignments {
             node: a.node.clone(),
             read_only: a.writes_nothing(),
             key_hashes: self.key_hashes_of(&a.node),
+            client: client_of(a),
         });
         sharers.collect()
     }
@@ -196,6 +203,7 @@ impl Assignments {
             device: attachment.is_some_and(|a| a.device),
             used_since_epoch: volume.used.since_of(node),
             options_version: self.state.term().version_of(volume.generation),
+            client: attachment.map_or(0, client_of),
         })
     }
 

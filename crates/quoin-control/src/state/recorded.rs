@@ -111,6 +111,7 @@ pub(crate) fn volume() -> VolumeRecord {
             device: false,
             sharing: Default::default(),
             replay: Default::default(),
+            client: 0,
         }],
         opened: Opened {
             owner: Some("node-1".into()),
@@ -206,6 +207,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         device: true,
         sharing,
         replay: Default::default(),
+        client: 0,
     };
     let shared = VolumeRecord {
         spec: Spec {

@@ -145,6 +145,7 @@ mod tests {
             device: false,
             sharing: Sharing::ReadOnly,
             replay,
+            client: 0,
         }
     }
 

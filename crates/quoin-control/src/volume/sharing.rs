@@ -12,6 +12,8 @@ use crate::volume::attach::AttachmentRecord;
 
 /// Most nodes that have one volume at once.
 pub const NODES_MAX: usize = 64;
+/// Most of them that may change the volume: as many as its replicas remember requests of.
+pub const WRITERS_MAX: usize = quoin_types::client::CLIENTS_MAX;
 
 /// Way in which a node's attachment bears others beside it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -91,6 +93,12 @@ pub(crate) fn check_beside(volume: &VolumeRecord, wanted: &AttachmentRecord) -> 
         return Ok(());
     };
     let node = &writer.node;
+    if !wanted.read_only && others().filter(|a| !a.read_only).count() >= WRITERS_MAX {
+        return refused(format!(
+            "is written by {WRITERS_MAX} nodes, the most that can write one; attach it read-only, or \
+             detach it from one of them first"
+        ));
+    }
     if wanted.sharing == Sharing::ReadOnly {
         return refused(format!(
             "is written by node {node}, and is to be attached for readers alone; detach it there \
@@ -119,6 +127,7 @@ mod tests {
             device: false,
             sharing,
             replay: Default::default(),
+            client: 0,
         }
     }
 
@@ -165,6 +174,17 @@ mod tests {
         let refused = check_beside(&volume, &attached("h3", MultiWriter, false)).unwrap_err();
         assert!(refused.to_string().contains("node h2"), "{refused}");
         check_beside(&volume, &attached("h3", SingleWriter, true)).unwrap();
+    }
+
+    #[test]
+    fn no_more_nodes_write_a_volume_than_its_replicas_remember_requests_of() {
+        use Sharing::MultiWriter;
+        let mut volume = crate::state::recorded::volume();
+        let writer = |n: usize| attached(&format!("h{n}"), MultiWriter, false);
+        volume.attachments = (0..WRITERS_MAX).map(writer).collect();
+        let refused = check_beside(&volume, &writer(WRITERS_MAX)).unwrap_err();
+        assert!(refused.to_string().contains("16 nodes"), "{refused}");
+        check_beside(&volume, &attached("reader", MultiWriter, true)).unwrap();
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use quoin_types::ClientId;
+
 use super::{Address, ClientError, ClientOptions};
 use crate::exports::Description;
 use crate::protocol::{
@@ -33,6 +35,8 @@ pub struct ExportInfo {
     pub base_allocation: Option<u32>,
     /// The present use of the volume, named by its first epoch. 0: the server did not report it.
     pub since_epoch: u64,
+    /// The client whose changing requests are numbered on this connection.
+    pub client: Option<ClientId>,
 }
 
 impl ExportInfo {
@@ -47,6 +51,7 @@ impl ExportInfo {
             structured: false,
             base_allocation: None,
             since_epoch: 0,
+            client: None,
         }
     }
 
@@ -61,7 +66,12 @@ enum Stream {
 }
 
 /// Negotiates a connection, which is non-blocking from here on.
-pub(super) fn connect(options: &ClientOptions) -> Result<(OwnedFd, ExportInfo), ClientError> {
+///
+/// `shown`: requests are to be numbered, for this client; 0: for one that begins.
+pub(super) fn connect(
+    options: &ClientOptions,
+    shown: Option<ClientId>,
+) -> Result<(OwnedFd, ExportInfo), ClientError> {
     let address = &options.address;
     let failed = |source| ClientError::Connect { address: address.clone(), source };
     let stream = match address {
@@ -74,18 +84,17 @@ pub(super) fn connect(options: &ClientOptions) -> Result<(OwnedFd, ExportInfo), 
         }
     };
     let deadline = Instant::now() + options.handshake_timeout;
-    let mut negotiator = Negotiator { stream: &stream, deadline, export: &options.export };
-    let info = negotiator.run().map_err(|reason| ClientError::Negotiation {
-        address: address.clone(),
-        reason: match reason {
-            Failure::Io(error) if is_timeout(&error) => format!(
-                "no answer within {} ms: its target is stopped or hangs; once it answers again \
-                 (`quoin node list`), try again",
-                options.handshake_timeout.as_millis()
-            ),
-            Failure::Io(error) => error.to_string(),
-            Failure::Protocol(text) => text,
-        },
+    let mut negotiator = Negotiator { stream: &stream, deadline, export: &options.export, shown };
+    let negotiation = |reason| ClientError::Negotiation { address: address.clone(), reason };
+    let info = negotiator.run().map_err(|reason| match reason {
+        Failure::Io(error) if is_timeout(&error) => negotiation(format!(
+            "no answer within {} ms: its target is stopped or hangs; once it answers again \
+             (`quoin node list`), try again",
+            options.handshake_timeout.as_millis()
+        )),
+        Failure::Io(error) => negotiation(error.to_string()),
+        Failure::Protocol(reason) => negotiation(reason),
+        Failure::ClientOver(reason) => ClientError::ClientOver { address: address.clone(), reason },
     })?;
     let fd = match stream {
         Stream::Unix(stream) => {
@@ -109,6 +118,7 @@ fn is_timeout(error: &std::io::Error) -> bool {
 enum Failure {
     Io(std::io::Error),
     Protocol(String),
+    ClientOver(String),
 }
 
 impl From<std::io::Error> for Failure {
@@ -121,10 +131,24 @@ fn protocol(text: impl Into<String>) -> Failure {
     Failure::Protocol(text.into())
 }
 
+/// An option that the server refused.
+struct OptionRefused {
+    /// One of [`reply`].
+    kind: u32,
+    text: String,
+}
+
+impl std::fmt::Display for OptionRefused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "error {:#x} {}", self.kind & 0x7fff_ffff, self.text)
+    }
+}
+
 struct Negotiator<'a> {
     stream: &'a Stream,
     deadline: Instant,
     export: &'a str,
+    shown: Option<ClientId>,
 }
 
 impl Negotiator<'_> {
@@ -154,6 +178,7 @@ impl Negotiator<'_> {
                 Ok(())
             })?;
         }
+        let client = self.number()?;
         let (mut found, mut description) = (None, Description::default());
         let (mut minimum, mut preferred, mut maximum) = (1, 4096, PAYLOAD_BYTES_MAX);
         let mut go = self.name();
@@ -191,7 +216,30 @@ impl Negotiator<'_> {
             structured,
             base_allocation,
             since_epoch: description.since_epoch,
+            client,
         })
+    }
+
+    /// Agrees on numbers of the requests; `None`: the server does not number them.
+    fn number(&mut self) -> Result<Option<ClientId>, Failure> {
+        let Some(shown) = self.shown else { return Ok(None) };
+        let mut data = self.name();
+        data.extend(shown.0.to_be_bytes());
+        let mut client = None;
+        let answer = self.request_option(option::CLIENT, &data, |kind, body| {
+            if let (reply::CLIENT, Ok(id)) = (kind, body.try_into()) {
+                client = Some(ClientId(u128::from_be_bytes(id)));
+            }
+            Ok(())
+        })?;
+        match answer {
+            Err(refused) if refused.kind == reply::ERR_POLICY => {
+                Err(Failure::ClientOver(refused.text))
+            }
+            // Other servers do not know the option.
+            Err(_) => Ok(None),
+            Ok(()) => Ok(client),
+        }
     }
 
     fn name(&self) -> Vec<u8> {
@@ -206,7 +254,7 @@ impl Negotiator<'_> {
         code: u32,
         data: &[u8],
         mut each: impl FnMut(u32, &[u8]) -> Result<(), Failure>,
-    ) -> Result<Result<(), String>, Failure> {
+    ) -> Result<Result<(), OptionRefused>, Failure> {
         let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
         bytes.extend(code.to_be_bytes());
         bytes.extend((data.len() as u32).to_be_bytes());
@@ -228,7 +276,7 @@ impl Negotiator<'_> {
             }
             if kind & 0x8000_0000 != 0 {
                 let text = String::from_utf8_lossy(&body).into_owned();
-                return Ok(Err(format!("error {:#x} {text}", kind & 0x7fff_ffff)));
+                return Ok(Err(OptionRefused { kind, text }));
             }
             each(kind, &body)?;
         }

@@ -1,26 +1,56 @@
 //! A connection that is established again whenever it breaks, with its unanswered requests sent
 //! again.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use quoin_types::block::Operation;
 
 use super::pipe::{Done, Pipe};
+use super::register::{Register, RequestKey};
 use super::{ClientError, ClientOptions, ExportInfo, RequestError};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(5);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// Time for the server to close a connection after the client's disconnect.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Token of the flush after which a client has begun for certain; no owner has one like it.
+const BEGINS: u64 = u64::MAX;
+
+/// The request of an owner that keeps numbers for its next process.
+#[derive(Clone, Copy, Debug)]
+pub struct Keyed {
+    pub key: RequestKey,
+    /// The token of the piece before this one of a long request.
+    pub follows: Option<u64>,
+}
+
+/// A request that waits for a connection, or for a number.
+struct Held {
+    token: u64,
+    operation: Operation,
+    keyed: Option<Keyed>,
+}
+
+/// Number of a request that was sent or is going to be.
+struct Numbered {
+    number: u64,
+    /// The owner says when its answer has arrived.
+    is_keyed: bool,
+}
 
 /// A link. Its owner bounds it: everything submitted is kept until it is answered.
 pub struct Link {
     options: ClientOptions,
     state: State,
     /// Requests for the next connection, oldest first.
-    held: VecDeque<(u64, Operation)>,
+    held: VecDeque<Held>,
+    /// Changing requests that wait until the client has begun, or for a number.
+    waiting: VecDeque<Held>,
+    register: Register,
+    /// By token.
+    numbers: HashMap<u64, Numbered>,
     info: ExportInfo,
     reconnects: u64,
     /// Reason for which submitted requests may not be sent any more.
@@ -44,23 +74,38 @@ enum State {
 impl Link {
     /// Connects once, so that the caller gets an error at once for a wrong address.
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
-        let pipe = Pipe::connect(&options)?.hold_on_shutdown(options.reconnect);
-        let info = pipe.info();
-        Ok(Self {
-            options,
-            state: State::Up(pipe),
-            held: VecDeque::new(),
-            info,
-            reconnects: 0,
-            superseded: None,
-        })
+        Self::connect_with(options, Register::of_process())
+    }
+
+    /// Connects with a register that outlives this process.
+    pub fn connect_with(options: ClientOptions, register: Register) -> Result<Self, ClientError> {
+        let shown = register.client().unwrap_or_default();
+        let pipe = Pipe::negotiate(&options, options.reconnect.then_some(shown))?;
+        let pipe = pipe.hold_on_shutdown(options.reconnect);
+        let mut link = Self::new(options, State::Failed, pipe.info(), register);
+        link.take_up(pipe);
+        Ok(link)
     }
 
     /// Resumes for an earlier process that had a connection to an export like `info`. The server
     /// need not be reachable now.
-    pub fn resume(options: ClientOptions, info: ExportInfo) -> Self {
+    pub fn resume(options: ClientOptions, info: ExportInfo, register: Register) -> Self {
         let state = State::Down { next: Instant::now(), backoff: BACKOFF_MIN };
-        Self { options, state, held: VecDeque::new(), info, reconnects: 0, superseded: None }
+        Self::new(options, state, info, register)
+    }
+
+    fn new(options: ClientOptions, state: State, info: ExportInfo, register: Register) -> Self {
+        Self {
+            options,
+            state,
+            held: VecDeque::new(),
+            waiting: VecDeque::new(),
+            register,
+            numbers: HashMap::new(),
+            info,
+            reconnects: 0,
+            superseded: None,
+        }
     }
 
     /// The export as it was at the last connection.
@@ -106,6 +151,7 @@ impl Link {
 
     pub fn in_flight(&self) -> usize {
         self.held.len()
+            + self.waiting.len()
             + match &self.state {
                 State::Up(pipe) | State::Closing { pipe, .. } => pipe.in_flight(),
                 State::Down { .. } | State::Failed => 0,
@@ -114,18 +160,135 @@ impl Link {
 
     /// Queues a request; the next [`Link::drive`] sends it.
     pub fn submit(&mut self, token: u64, operation: Operation) {
-        match &mut self.state {
-            State::Up(pipe) => pipe.submit(token, operation),
-            _ => self.held.push_back((token, operation)),
+        self.pass(Held { token, operation, keyed: None });
+    }
+
+    /// Queues a request whose number the next process finds by its key. The owner calls
+    /// [`Link::release`] once its answer has arrived where the request came from.
+    pub fn submit_keyed(&mut self, token: u64, operation: Operation, keyed: Keyed) {
+        // Now, not when there is a connection: what is left unclaimed counts as answered.
+        if let Some(number) = self.register.resume(keyed.key) {
+            self.numbers.insert(token, Numbered { number, is_keyed: true });
+        }
+        self.pass(Held { token, operation, keyed: Some(keyed) });
+    }
+
+    /// The answer to a keyed request has arrived.
+    pub fn release(&mut self, token: u64) {
+        if let Some(numbered) = self.numbers.remove(&token) {
+            self.register.release(numbered.number);
+        }
+    }
+
+    /// Offset of the piece at which the last process was, of each request by its key.
+    pub fn reached(&self) -> HashMap<u64, u64> {
+        self.register.reached()
+    }
+
+    /// Requests of the last process that were not submitted again had their answers.
+    pub fn forget_left(&mut self) {
+        self.register.forget_left();
+    }
+
+    /// Sends a request, or has it wait for what it lacks.
+    fn pass(&mut self, request: Held) {
+        let State::Up(pipe) = &mut self.state else { return self.held.push_back(request) };
+        let changes = matches!(
+            request.operation,
+            Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
+        );
+        if self.info.client.is_none() || !changes {
+            return pipe.submit(request.token, request.operation);
+        }
+        let number = match self.numbers.get(&request.token) {
+            Some(numbered) => Some(numbered.number),
+            None if self.register.client().is_none() => None,
+            None => {
+                let follows = request.keyed.and_then(|keyed| keyed.follows);
+                let key = request.keyed.map(|keyed| keyed.key);
+                self.register.number(key, follows.is_some())
+            }
+        };
+        let Some(number) = number else { return self.waiting.push_back(request) };
+        let is_keyed = request.keyed.is_some();
+        self.numbers.entry(request.token).or_insert(Numbered { number, is_keyed });
+        if let Some(before) = request.keyed.and_then(|keyed| keyed.follows) {
+            // The next process goes on with this piece from now on.
+            if let Some(numbered) = self.numbers.remove(&before) {
+                self.register.release(numbered.number);
+            }
+        }
+        let low = self.register.low();
+        pipe.submit_numbered(request.token, request.operation, Some((number, low)));
+    }
+
+    /// Passes requests on that waited for a number.
+    fn pass_waiting(&mut self) {
+        for request in std::mem::take(&mut self.waiting) {
+            self.pass(request);
+        }
+    }
+
+    /// Goes on over a new connection: what has no answer is sent again, oldest first.
+    fn take_up(&mut self, mut pipe: Pipe) {
+        let begins = pipe.info().client.filter(|client| self.register.client() != Some(*client));
+        if let Some(client) = begins {
+            // Nothing that changes the volume is sent before the flush is answered: so no request
+            // is in doubt of a client that did not come to be.
+            self.register.begin(client);
+            pipe.submit(BEGINS, Operation::Flush);
+        }
+        self.state = State::Up(pipe);
+        for request in std::mem::take(&mut self.held) {
+            self.pass(request);
+        }
+        self.pass_waiting();
+    }
+
+    /// Takes note of answers: numbers become free, and the client may have begun.
+    fn answered(&mut self, done: &mut Vec<Done>, before: usize) {
+        let mut has_begun = None;
+        let mut is_freed = false;
+        for one in &done[before..] {
+            if one.token == BEGINS {
+                has_begun = Some(one.result.is_ok());
+            } else if self.numbers.get(&one.token).is_some_and(|numbered| !numbered.is_keyed) {
+                self.release(one.token);
+                is_freed = true;
+            }
+        }
+        if let Some(is_ok) = has_begun {
+            done.retain(|one| one.token != BEGINS);
+            match is_ok {
+                true => self.register.has_begun(),
+                // It is tried again over another connection.
+                false => return self.close(Instant::now()),
+            }
+        }
+        if (is_freed || has_begun.is_some() || !self.waiting.is_empty()) && self.connected() {
+            self.pass_waiting();
         }
     }
 
     /// Sends, receives and reconnects as far as is possible without blocking (except for the
     /// negotiation of a new connection).
     pub fn drive(&mut self, now: Instant, done: &mut Vec<Done>) {
+        let before = done.len();
+        self.drive_state(now, done);
+        self.answered(done, before);
+    }
+
+    fn drive_state(&mut self, now: Instant, done: &mut Vec<Done>) {
         match &mut self.state {
             State::Up(pipe) => {
                 let result = pipe.send().and_then(|()| pipe.receive(done));
+                if pipe.is_client_over() {
+                    let address = self.options.address.clone();
+                    let reason = "its attachment ended, or another one followed".to_owned();
+                    let over = ClientError::ClientOver { address, reason };
+                    self.superseded = Some(over.to_string());
+                    return;
+                }
                 match result {
                     Err(error) => self.on_broken_connection(now, &error),
                     Ok(()) if pipe.stopping() => self.close(now),
@@ -147,10 +310,9 @@ impl Link {
             State::Down { .. } | State::Failed => {}
         }
         if matches!(self.state, State::Failed) {
-            let lost = self.held.drain(..);
-            done.extend(
-                lost.map(|(token, _)| Done { token, result: Err(RequestError::Disconnected) }),
-            );
+            let lost = self.held.drain(..).chain(self.waiting.drain(..));
+            let lost = lost.map(|held| held.token);
+            done.extend(lost.map(|token| Done { token, result: Err(RequestError::Disconnected) }));
         }
     }
 
@@ -165,7 +327,8 @@ impl Link {
 
     /// Ends the link; unanswered requests fail.
     pub fn stop(mut self) -> Vec<Done> {
-        let mut tokens: Vec<u64> = self.held.drain(..).map(|(token, _)| token).collect();
+        let held = self.held.drain(..).chain(self.waiting.drain(..));
+        let mut tokens: Vec<u64> = held.map(|held| held.token).collect();
         match self.state {
             State::Up(mut pipe) if pipe.in_flight() == 0 => pipe.disconnect(),
             State::Up(pipe) | State::Closing { pipe, .. } => {
@@ -174,7 +337,7 @@ impl Link {
             State::Down { .. } | State::Failed => {}
         }
         let stopped = |token| Done { token, result: Err(RequestError::Stopped) };
-        tokens.into_iter().map(stopped).collect()
+        tokens.into_iter().filter(|token| *token != BEGINS).map(stopped).collect()
     }
 
     fn on_broken_connection(&mut self, now: Instant, error: &std::io::Error) {
@@ -210,8 +373,15 @@ impl Link {
         if let State::Up(pipe) | State::Closing { pipe, .. } =
             std::mem::replace(&mut self.state, next)
         {
-            for request in pipe.into_pending().into_iter().rev() {
+            // What waits was submitted later, and is numbered later.
+            for request in std::mem::take(&mut self.waiting).into_iter().rev() {
                 self.held.push_front(request);
+            }
+            for (token, operation) in pipe.into_pending().into_iter().rev() {
+                if token != BEGINS {
+                    // It keeps its number, if it has one.
+                    self.held.push_front(Held { token, operation, keyed: None });
+                }
             }
         }
     }
@@ -219,7 +389,7 @@ impl Link {
     fn reconnect(&mut self, now: Instant) {
         let State::Down { backoff, .. } = self.state else { return };
         match self.try_reconnect() {
-            Ok(mut pipe) => {
+            Ok(pipe) => {
                 tracing::info!(address = %self.options.address, resubmitted = self.held.len(),
                     "the NBD connection is restored");
                 let known = self.info.since_epoch;
@@ -228,13 +398,10 @@ impl Link {
                     self.info.since_epoch = known;
                 }
                 self.reconnects += 1;
-                for (token, operation) in self.held.drain(..) {
-                    pipe.submit(token, operation);
-                }
-                self.state = State::Up(pipe);
+                self.take_up(pipe);
             }
             Err(error) => {
-                if let ClientError::OtherUse { .. } = error {
+                if let ClientError::OtherUse { .. } | ClientError::ClientOver { .. } = error {
                     self.superseded = Some(error.to_string());
                 }
                 if backoff >= BACKOFF_MAX {
@@ -249,7 +416,12 @@ impl Link {
     }
 
     fn try_reconnect(&self) -> Result<Pipe, ClientError> {
-        let pipe = Pipe::connect(&self.options)?.hold_on_shutdown(true);
+        let shown = self.register.client().unwrap_or_default();
+        let pipe = Pipe::negotiate(&self.options, Some(shown))?.hold_on_shutdown(true);
+        if self.register.is_outstanding() && pipe.info().client != Some(shown) {
+            let reason = "it does not number requests any more".to_owned();
+            return Err(ClientError::ClientOver { address: self.options.address.clone(), reason });
+        }
         let (was, is) = (self.info.size_bytes, pipe.info().size_bytes);
         if is < was {
             return Err(ClientError::Shrunk { address: self.options.address.clone(), was, is });

@@ -7,7 +7,9 @@
 //! * [`Client`] is a link with a thread of its own, for callers without a loop.
 //!
 //! Sending again is safe because the submitter of a request has not seen an answer to it, so
-//! nothing could be ordered after it. The one danger is an old copy of a write that still lies
+//! nothing of its own could be ordered after it. Where other hosts change the volume too, requests
+//! are numbered ([`Register`]), and one that took effect is not done again. Another danger is an old
+//! copy of a write that still lies
 //! unread in the server's socket while its new copy has been answered. So a link that ends a
 //! connection by itself waits until the server closes it too; then the server reads nothing more
 //! from it.
@@ -15,6 +17,7 @@
 mod handshake;
 mod link;
 mod pipe;
+mod register;
 mod thread;
 
 use std::fmt;
@@ -23,8 +26,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use handshake::ExportInfo;
-pub use link::Link;
+pub use link::{Keyed, Link};
 pub use pipe::{Done, Pipe};
+pub use register::{Memory, Register, RequestKey};
 pub use thread::{Client, Completion};
 
 use super::protocol::error;
@@ -81,6 +85,8 @@ pub enum ClientError {
              {was}: another node used it meanwhile"
     )]
     OtherUse { address: Address, was: u64, is: u64 },
+    #[error("{address} knows this client no longer: {reason}")]
+    ClientOver { address: Address, reason: String },
     #[error("cannot start the client's thread: {0}")]
     Thread(std::io::Error),
 }

@@ -5,13 +5,14 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
+use quoin_types::ClientId;
 use quoin_types::block::{Operation, Payload, StatusExtent};
 use rustix::io::Errno;
 
 use super::{ClientError, ClientOptions, ExportInfo, RequestError, handshake};
 use crate::protocol::{
-    CHUNK_HEADER_BYTES, RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE,
-    STRUCTURED_REPLY_MAGIC, be16, be32, be64, chunk, command, error,
+    CHUNK_HEADER_BYTES, NUMBER_BYTES, RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC,
+    STATE_HOLE, STRUCTURED_REPLY_MAGIC, be16, be32, be64, chunk, command, error,
 };
 
 /// Limit of one `read`.
@@ -40,6 +41,7 @@ pub struct Pipe {
     submitted: u64,
     stopping: bool,
     hold_on_shutdown: bool,
+    is_client_over: bool,
 }
 
 struct InFlight {
@@ -56,7 +58,16 @@ struct InFlight {
 impl Pipe {
     /// Connects and negotiates, blocking for at most the options' time-out.
     pub fn connect(options: &ClientOptions) -> Result<Self, ClientError> {
-        let (fd, info) = handshake::connect(options)?;
+        Self::negotiate(options, None)
+    }
+
+    /// Connects for a client that numbers its requests where the server wants that; 0: one that
+    /// begins.
+    pub(super) fn negotiate(
+        options: &ClientOptions,
+        shown: Option<ClientId>,
+    ) -> Result<Self, ClientError> {
+        let (fd, info) = handshake::connect(options, shown)?;
         Ok(Self {
             fd,
             info,
@@ -68,6 +79,7 @@ impl Pipe {
             submitted: 0,
             stopping: false,
             hold_on_shutdown: false,
+            is_client_over: false,
         })
     }
 
@@ -82,6 +94,11 @@ impl Pipe {
     /// stops.
     pub fn stopping(&self) -> bool {
         self.stopping
+    }
+
+    /// Returns true if the server refused a numbered request, as it knows the client no longer.
+    pub(super) fn is_client_over(&self) -> bool {
+        self.is_client_over
     }
 
     pub fn info(&self) -> ExportInfo {
@@ -104,15 +121,29 @@ impl Pipe {
 
     /// Queues a request; [`Pipe::send`] sends it.
     pub fn submit(&mut self, token: u64, operation: Operation) {
+        self.submit_numbered(token, operation, None);
+    }
+
+    /// Queues a request with its number and the lowest one without an answer.
+    pub(super) fn submit_numbered(
+        &mut self,
+        token: u64,
+        operation: Operation,
+        numbers: Option<(u64, u64)>,
+    ) {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.in_flight.push(None);
             self.in_flight.len() - 1
         });
         let header = header_of(&operation, slot as u64);
-        if self.headers.capacity() < header.len() {
+        if self.headers.capacity() < header.len() + NUMBER_BYTES {
             self.headers = BytesMut::with_capacity(4096);
         }
         self.headers.put_slice(&header);
+        if let Some((number, low)) = numbers {
+            self.headers.put_u64(number);
+            self.headers.put_u64(low);
+        }
         self.output.push_back(self.headers.split().freeze());
         if let Operation::Write { data, .. } = &operation {
             self.output.push_back(data.clone());
@@ -335,6 +366,11 @@ impl Pipe {
     fn finish(&mut self, cookie: u64, result: Result<Payload, RequestError>, done: &mut Vec<Done>) {
         let slot = cookie as usize;
         if self.hold_on_shutdown && result == Err(RequestError::Refused(error::SHUTDOWN)) {
+            return self.stop_sending();
+        }
+        if result == Err(RequestError::Refused(error::STALE)) && self.info.client.is_some() {
+            // Its owner fails what is in doubt.
+            self.is_client_over = true;
             return self.stop_sending();
         }
         if let Some(request) = self.in_flight[slot].take() {

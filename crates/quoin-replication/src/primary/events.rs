@@ -5,7 +5,9 @@ use super::{
     SnapshotOutcome, SnapshotWish, VerifyOrder, admission,
 };
 use quoin_types::block::{Reply, Request, Token};
-use quoin_types::ids::{BulkKey, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId};
+use quoin_types::ids::{
+    BulkKey, ClientId, Epoch, Incarnation, PointId, Position, SessionKey, SnapshotId,
+};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::time::Time;
@@ -60,6 +62,19 @@ pub enum PrimaryEvent {
     /// The submitter of these requests is gone. Those without an LSN are dropped; none of them may
     /// take effect after a later request.
     Abandon(Vec<Token>),
+    /// Attachments of hosts that share the volume: clients of these alone may change it, and the
+    /// others end.
+    Clients {
+        attachments: Vec<u64>,
+    },
+    /// A client of such a host begins; its id was drawn at random. Its requests follow.
+    BeginClient {
+        client: ClientId,
+    },
+    /// The submitter is gone: the client does not begin if it has not yet.
+    ForgetClient {
+        client: ClientId,
+    },
     /// The control plane grew the volume.
     Resize {
         blocks: u64,
@@ -170,6 +185,11 @@ pub enum PrimaryAction {
 pub enum PrimaryNote {
     Opening {
         epoch: Epoch,
+    },
+    /// A client may not begin: its attachment is not granted, or as many clients change the volume
+    /// as may at the same time.
+    ClientRefused {
+        client: ClientId,
     },
     /// IO is served from here on.
     Serving {

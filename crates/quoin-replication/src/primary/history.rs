@@ -5,11 +5,13 @@ use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 
+use quoin_types::client::{ClientTable, Judged, Part};
 use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
 use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_types::message::{
     EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SnapshotHead, SnapshotInfo,
 };
+use quoin_types::mutant;
 
 #[derive(Default)]
 pub(super) struct History {
@@ -24,6 +26,8 @@ pub(super) struct History {
     heads: BTreeMap<SnapshotId, SnapshotHead>,
     pub blocks: u64,
     pub last_view: Option<(Lsn, View)>,
+    /// Clients that number their requests, as of the last entry.
+    pub clients: ClientTable,
 }
 
 /// Heads of the snapshots that a replica reports, as far as it knows them.
@@ -31,6 +35,15 @@ fn heads_of(replica: &OpenAck) -> BTreeMap<SnapshotId, SnapshotHead> {
     let ids = replica.snapshots.iter().map(|s| s.id);
     let known = |(_, head): &(SnapshotId, SnapshotHead)| head.epoch > Epoch::ZERO;
     ids.zip(replica.heads.iter().copied()).filter(known).collect()
+}
+
+/// The same clients, of which nothing took effect, for the mutant.
+fn begun_anew(clients: &ClientTable) -> ClientTable {
+    let mut anew = ClientTable::default();
+    for client in clients.clients() {
+        anew.apply(Lsn::ZERO, &EntryKind::BeginClient { client }, None);
+    }
+    anew
 }
 
 impl History {
@@ -51,6 +64,10 @@ impl History {
             heads: heads_of(authority),
             blocks: authority.volume_blocks,
             last_view: authority.last_view.clone(),
+            clients: match mutant::is("requests-forgotten-at-a-takeover") {
+                true => begun_anew(&authority.clients),
+                false => authority.clients.clone(),
+            },
         }
     }
 
@@ -100,10 +117,30 @@ impl History {
         data: Bytes,
         fua: bool,
     ) -> SharedEntry {
+        self.append_part(epoch, kind, lba, blocks, data, fua, None)
+    }
+
+    /// Appends the next entry, as a part of a client's request.
+    #[allow(clippy::too_many_arguments)]
+    pub fn append_part(
+        &mut self,
+        epoch: Epoch,
+        kind: EntryKind,
+        lba: u64,
+        blocks: u32,
+        data: Bytes,
+        fua: bool,
+        part: Option<Part>,
+    ) -> SharedEntry {
         assert!(epoch >= self.last.epoch, "PromiseMonotone");
+        if let Some(part) = &part {
+            let is_repeat = matches!(self.clients.judge(&part.origin), Judged::Executed(_));
+            assert!(!is_repeat || mutant::is("repeat-done-again"), "RepeatOnce");
+        }
         let position = Position { epoch, lsn: self.last.lsn.next() };
-        let entry =
-            SharedEntry::new(Entry::after(self.chain, position, kind, lba, blocks, data, fua));
+        let entry = Entry::part_after(self.chain, position, kind, lba, blocks, data, fua, part);
+        let entry = SharedEntry::new(entry);
+        self.clients.apply(entry.lsn, &entry.kind, entry.part.as_ref());
         match &entry.kind {
             EntryKind::View(view) => self.last_view = Some((entry.lsn, (**view).clone())),
             EntryKind::Resize { blocks } => self.blocks = *blocks,
@@ -120,7 +157,9 @@ impl History {
             EntryKind::Revert { .. }
             | EntryKind::Write
             | EntryKind::Trim
-            | EntryKind::Zero { .. } => {}
+            | EntryKind::Zero { .. }
+            | EntryKind::BeginClient { .. }
+            | EntryKind::EndClient { .. } => {}
         }
         self.last = position;
         self.chain = entry.chain;
@@ -270,6 +309,7 @@ impl History {
             last_view: self.last_view.clone(),
             volume_blocks: self.blocks,
             snapshots,
+            clients: self.clients.clone(),
         }
     }
 }
@@ -310,6 +350,7 @@ mod tests {
             shadow: None,
             shadow_cut: None,
             heads: Vec::new(),
+            clients: ClientTable::default(),
         };
         (ack, entries)
     }

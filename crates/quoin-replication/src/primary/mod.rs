@@ -17,6 +17,7 @@
 //! | `members`, `admission` | the replicas: their membership, and which may connect and as what |
 //! | `peer` | the state of one replica, as known here |
 //! | `requests` | waits of a client's request |
+//! | `clients` | clients of a shared volume; requests that are sent again |
 //! | `write`, `read` | requests of the client |
 //! | `serve`, `timers` | messages sent in `flush`; drop and return; the next timer |
 //! | `retention` | which entries are kept in memory, for which replicas |
@@ -38,6 +39,7 @@ mod announced;
 mod bulk;
 mod change;
 mod changes;
+mod clients;
 mod commit;
 mod events;
 mod gather;
@@ -183,6 +185,7 @@ pub struct Primary {
     commit: commit::Commit,
     requests: requests::Requests,
     changes: changes::Changes,
+    clients: clients::Clients,
     holds: holds::Holds,
     reads: read::Reads,
     change: change::Change,
@@ -204,6 +207,7 @@ impl Primary {
             commit: commit::Commit::default(),
             requests: requests::Requests::default(),
             changes: changes::Changes::default(),
+            clients: clients::Clients::default(),
             holds: holds::Holds::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
@@ -270,6 +274,9 @@ impl Primary {
             }
             PrimaryEvent::Submit(request) => self.submit(now, request, actions),
             PrimaryEvent::Abandon(tokens) => self.abandon(now, &tokens, actions),
+            PrimaryEvent::Clients { attachments } => self.grant_clients(attachments),
+            PrimaryEvent::BeginClient { client } => self.begin_client(client, actions),
+            PrimaryEvent::ForgetClient { client } => self.forget_client(client),
             PrimaryEvent::Resize { blocks } => {
                 let blocks = blocks.min(VOLUME_BLOCKS_MAX);
                 self.config.volume_blocks = self.config.volume_blocks.max(blocks);

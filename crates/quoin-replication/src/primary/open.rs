@@ -565,6 +565,7 @@ impl Primary {
         if !mutant::is("grown-behind-the-backlog") {
             self.grow();
         }
+        self.clients_at_start(actions);
         self.forget_hidden_snapshots();
         // Requests of the older epoch must find all entries that may have been acknowledged.
         self.reads_after_reopen();

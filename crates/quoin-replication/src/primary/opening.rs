@@ -7,6 +7,7 @@ use super::history::History;
 use super::incarnations::Incarnations;
 use super::past::Past;
 use super::refusals::Refusals;
+use quoin_types::client::Judged;
 use quoin_types::entry::{EntryKind, SharedEntry};
 use quoin_types::ids::{Epoch, Lsn, Position};
 use quoin_types::membership::Membership;
@@ -129,15 +130,27 @@ impl Opening {
                 moved.push((entry.lsn, entry.lsn));
                 continue;
             }
+            let took_effect =
+                entry.part.and_then(|part| match history.clients.judge(&part.origin) {
+                    Judged::Executed(lsn) => Some(lsn),
+                    Judged::New { from } if part.end <= from => Some(last),
+                    _ => None,
+                });
+            if let Some(lsn) = took_effect {
+                moved.push((entry.lsn, lsn));
+                continue;
+            }
             let is_wanted = match entry.kind {
                 EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => may_write,
+                EntryKind::BeginClient { .. } | EntryKind::EndClient { .. } => true,
                 // Writes beyond the old end may follow it.
                 EntryKind::Resize { blocks } => blocks > history.blocks,
                 _ => false,
             };
             if is_wanted {
                 let (kind, data) = (entry.kind.clone(), entry.data.clone());
-                let new = history.append(epoch, kind, entry.lba, entry.blocks, data, entry.fua);
+                let (lba, blocks, fua) = (entry.lba, entry.blocks, entry.fua);
+                let new = history.append_part(epoch, kind, lba, blocks, data, fua, entry.part);
                 last = new.lsn;
             }
             moved.push((entry.lsn, last));

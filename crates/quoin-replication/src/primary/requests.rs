@@ -109,14 +109,17 @@ impl Need {
 
 /// Cuts a write behind as many blocks as there is room for. `Err`: all of it fits.
 pub(super) fn cut(request: Request, room_blocks: u64) -> Result<(Request, Request), Request> {
-    let Request { token, operation } = request;
+    let Request { token, operation, origin } = request;
     let (offset, data, fua) = match operation {
         Operation::Write { offset, data, fua } => (offset, data, fua),
-        operation => return Err(Request { token, operation }),
+        operation => return Err(Request { token, operation, origin }),
     };
     let end = (offset / BLOCK + Need::data_within(room_blocks)) * BLOCK;
     let length = end.saturating_sub(offset);
-    let part = |offset, data| Request { token, operation: Operation::Write { offset, data, fua } };
+    let part = |offset, data| {
+        let operation = Operation::Write { offset, data, fua };
+        Request { token, operation, origin }
+    };
     if length == 0 || length >= data.len() as u64 {
         return Err(part(offset, data));
     }
@@ -238,11 +241,11 @@ impl Requests {
     }
 
     pub fn wait_for_commit(&mut self, sequenced: Sequenced) {
-        self.commit.push_back(sequenced);
+        insert(&mut self.commit, sequenced);
     }
 
     pub fn wait_for_stable(&mut self, sequenced: Sequenced) {
-        self.stable.push_back(sequenced);
+        insert(&mut self.stable, sequenced);
     }
 
     pub fn wait_for_lease(&mut self, token: Token, error: BlockError) {
@@ -384,6 +387,11 @@ impl Requests {
         self.rests.push(rest);
     }
 
+    /// Returns true if a part of a write was admitted, and its rest comes behind it.
+    pub fn has_rest(&self, token: Token) -> bool {
+        self.rests.iter().any(|rest| rest.token == token)
+    }
+
     /// The rest of a write of which a part was admitted.
     pub fn take_rest(&mut self, token: Token) -> Option<Request> {
         let at = self.rests.iter().position(|rest| rest.token == token)?;
@@ -464,13 +472,25 @@ impl Requests {
     }
 }
 
+/// Keeps a queue in the order of its LSNs. Only a request that is sent again is not its last.
+fn insert(queue: &mut VecDeque<Sequenced>, sequenced: Sequenced) {
+    let at = match queue.back() {
+        Some(last) if last.lsn > sequenced.lsn => {
+            queue.partition_point(|waiting| waiting.lsn <= sequenced.lsn)
+        }
+        _ => queue.len(),
+    };
+    queue.insert(at, sequenced);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn write(token: Token, offset: u64) -> Request {
         let data = Bytes::from_static(&[1; 512]);
-        Request { token, operation: Operation::Write { offset, data, fua: false } }
+        let operation = Operation::Write { offset, data, fua: false };
+        Request { token, operation, origin: None }
     }
 
     fn merge(token: Token, offset: u64, reads: u32) -> Merge {
@@ -622,7 +642,7 @@ mod tests {
             let bytes: Vec<u8> = (0..length).map(|n| (n % 251) as u8).collect();
             let data = Bytes::from(bytes.clone());
             let operation = Operation::Write { offset, data, fua: true };
-            let (part, rest) = cut(Request { token: 7, operation }, room).unwrap();
+            let (part, rest) = cut(Request { token: 7, operation, origin: None }, room).unwrap();
             assert!(Need::of(&part.operation).blocks <= room);
             let (Operation::Write { offset: at, data: first, fua: true }, 7) =
                 (part.operation, part.token)

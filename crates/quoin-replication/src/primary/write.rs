@@ -9,6 +9,7 @@ use super::read::Purpose;
 use super::requests::{BLOCK, Merge, Merging, Need, Range, Sequenced, Waiting, extent};
 use super::{Phase, Primary, PrimaryAction};
 use quoin_types::block::{BlockError, Operation, Request, Token};
+use quoin_types::client::{Origin, Part};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::Lsn;
 use quoin_types::message::Takes;
@@ -32,7 +33,8 @@ impl Primary {
             return self.refuse(token, error, actions);
         }
         let need = Need::of(&request.operation);
-        if need.what == Takes::Nothing {
+        // What took effect needs no room.
+        if need.what == Takes::Nothing || self.judge_repeat(&request).is_err() {
             return self.execute(now, request);
         }
         let Some(request) = self.admit_by_room(now, request, need, actions) else { return };
@@ -43,7 +45,7 @@ impl Primary {
         self.execute_within(now, request, need);
     }
 
-    fn is_write(operation: &Operation) -> bool {
+    pub(super) fn is_write(operation: &Operation) -> bool {
         matches!(
             operation,
             Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
@@ -149,6 +151,10 @@ impl Primary {
         if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
             return self.answer_nothing(token);
         }
+        let from = match self.judge_repeat(&request) {
+            Ok(from) => from,
+            Err(answered) => return self.answer_repeat(&request, answered),
+        };
         if Self::is_write(&request.operation)
             && let Some(range) = Range::of(&request.operation)
             && self.requests.overlaps(range)
@@ -164,7 +170,9 @@ impl Primary {
                 if !aligned {
                     return self.merge(now, request);
                 }
-                let lsn = self.append_write(offset / BLOCK, data, fua);
+                let first = offset / BLOCK;
+                let parts = self.parts(&request, from, first + data.len() as u64 / BLOCK);
+                let lsn = self.append_write(first, data, fua, &parts);
                 let bytes = data.len() as u64;
                 self.answer_at(Sequenced { lsn, token, arrived: now, bytes }, fua);
             }
@@ -174,7 +182,8 @@ impl Primary {
                 if first >= end {
                     return self.answer_nothing(token);
                 }
-                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
+                let parts = self.parts(&request, from, end);
+                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua, &parts);
                 self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
@@ -182,7 +191,8 @@ impl Primary {
                     return self.merge(now, request);
                 }
                 let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
-                let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                let parts = self.parts(&request, from, end);
+                let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua, &parts);
                 self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
         }
@@ -203,7 +213,7 @@ impl Primary {
         self.requests.wait_for_commit(Sequenced::unmeasured(self.history.last.lsn, token));
     }
 
-    fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
+    pub(super) fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
         if let Some(rest) = self.requests.take_rest(waiting.token) {
             // It is answered with its last part.
             return self.requests.rest_to_window(rest);
@@ -217,28 +227,37 @@ impl Primary {
     }
 
     /// Sequences whole blocks; the bytes are shared, never copied. Returns the last LSN.
-    fn append_write(&mut self, mut lba: u64, data: &Bytes, fua: bool) -> Lsn {
+    fn append_write(&mut self, first: u64, data: &Bytes, fua: bool, parts: &Parts) -> Lsn {
         let step = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
-        let mut lsn = self.history.last.lsn;
-        for at in (0..data.len()).step_by(step) {
-            let part = data.slice(at..(at + step).min(data.len()));
-            let blocks = (part.len() / BLOCK_SIZE) as u32;
-            lsn = self
-                .history
-                .append(self.opening.epoch, EntryKind::Write, lba, blocks, part, fua)
-                .lsn;
+        let (epoch, mut lsn) = (self.opening.epoch, self.history.last.lsn);
+        let done = parts.from.saturating_sub(first).min(data.len() as u64 / BLOCK);
+        let mut lba = first + done;
+        for at in ((done * BLOCK) as usize..data.len()).step_by(step) {
+            let bytes = data.slice(at..(at + step).min(data.len()));
+            let blocks = (bytes.len() / BLOCK_SIZE) as u32;
+            let part = parts.part(lba + u64::from(blocks));
+            let kind = EntryKind::Write;
+            lsn = self.history.append_part(epoch, kind, lba, blocks, bytes, fua, part).lsn;
             lba += u64::from(blocks);
         }
         lsn
     }
 
-    fn append_hole(&mut self, kind: &EntryKind, first: u64, end: u64, fua: bool) -> Lsn {
-        let mut lsn = self.history.last.lsn;
-        let mut lba = first;
+    fn append_hole(
+        &mut self,
+        kind: &EntryKind,
+        first: u64,
+        end: u64,
+        fua: bool,
+        parts: &Parts,
+    ) -> Lsn {
+        let (epoch, mut lsn) = (self.opening.epoch, self.history.last.lsn);
+        let mut lba = first.max(parts.from);
         while lba < end {
             let blocks = (end - lba).min(HOLE_BLOCKS_MAX.into()) as u32;
-            let kind = kind.clone();
-            lsn = self.history.append(self.opening.epoch, kind, lba, blocks, Bytes::new(), fua).lsn;
+            let part = parts.part(lba + u64::from(blocks));
+            let (kind, none) = (kind.clone(), Bytes::new());
+            lsn = self.history.append_part(epoch, kind, lba, blocks, none, fua, part).lsn;
             lba += u64::from(blocks);
         }
         lsn
@@ -286,13 +305,18 @@ impl Primary {
     fn append_merged(&mut self, merge: Merge) {
         let token = merge.request.token;
         let Range { first, end } = merge.range;
+        let from = match self.judge_repeat(&merge.request) {
+            Ok(from) => from,
+            Err(answered) => return self.answer_repeat(&merge.request, answered),
+        };
+        let parts = self.parts(&merge.request, from, end);
         let (lsn, fua) = match merge.request.operation {
             Operation::Write { offset, data, fua } => {
                 let mut whole = BytesMut::zeroed(((end - first) as usize) * BLOCK_SIZE);
                 fill_edges(&mut whole, merge.head, merge.tail);
                 let at = (offset - first * BLOCK) as usize;
                 whole[at..at + data.len()].copy_from_slice(&data);
-                (self.append_write(first, &whole.freeze(), fua), fua)
+                (self.append_write(first, &whole.freeze(), fua, &parts), fua)
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
                 let mut first = first;
@@ -301,18 +325,19 @@ impl Primary {
                 let zero_end = offset + length;
                 let single = end - first == 1;
                 if let Some(head) = merge.head {
-                    let from = (offset % BLOCK) as usize;
-                    let to = if single { from + length as usize } else { BLOCK_SIZE };
-                    lsn = self.append_write(first, &zeroed(&head, from, to), fua);
+                    let at = (offset % BLOCK) as usize;
+                    let to = if single { at + length as usize } else { BLOCK_SIZE };
+                    lsn = self.append_write(first, &zeroed(&head, at, to), fua, &parts);
                     first += 1;
+                }
+                end -= u64::from(merge.tail.is_some());
+                if first < end {
+                    let kind = EntryKind::Zero { no_hole };
+                    lsn = self.append_hole(&kind, first, end, fua, &parts);
                 }
                 if let Some(tail) = merge.tail {
                     let to = (zero_end % BLOCK) as usize;
-                    end -= 1;
-                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua);
-                }
-                if first < end {
-                    lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua, &parts);
                 }
                 (lsn, fua)
             }
@@ -321,11 +346,36 @@ impl Primary {
         self.answer_at(Sequenced::unmeasured(lsn, token), fua);
     }
 
+    /// `from`: as [`Primary::judge_repeat`] tells.
+    fn parts(&self, request: &Request, from: u64, end: u64) -> Parts {
+        let has_rest = self.requests.has_rest(request.token);
+        Parts { origin: request.origin, from, end, has_rest }
+    }
+
     /// Submits requests that waited behind a merge, in their order.
     fn unblock(&mut self, now: Time) {
         for request in self.requests.take_overlap() {
             self.execute(now, request);
         }
+    }
+}
+
+/// The entries that one request becomes, or the part of it that was admitted.
+struct Parts {
+    origin: Option<Origin>,
+    /// Blocks of the request below this one took effect before.
+    from: u64,
+    /// The block behind its last entry.
+    end: u64,
+    /// The rest of the request comes behind it.
+    has_rest: bool,
+}
+
+impl Parts {
+    /// What the entry is of a request that ends before this block.
+    fn part(&self, end: u64) -> Option<Part> {
+        let is_last = end == self.end && !self.has_rest;
+        self.origin.map(|origin| Part { origin, end, is_last })
     }
 }
 

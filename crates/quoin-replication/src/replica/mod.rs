@@ -22,7 +22,7 @@ use quoin_types::membership::RETIRED_MAX;
 use quoin_types::message::{BadCopy, Failure, FromReplica, OpenAck, RoomGrant, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
-use quoin_types::{Durability, Epoch, Incarnation, Lsn, SnapshotId};
+use quoin_types::{ClientTable, Durability, Epoch, Incarnation, Lsn, SnapshotId};
 use refused::{Place, RefusedReads};
 use session::{PendingOpen, Session};
 use std::time::Duration;
@@ -485,6 +485,10 @@ impl Replica {
             durable,
             base: state.base,
             last_view: state.last_view,
+            clients: match mutant::is("clients-left-out-of-the-open") {
+                true => ClientTable::default(),
+                false => store.clients(),
+            },
             continuous: self.continuous,
             membership_version: meta.membership.version.max(view_version),
             quorum: meta.quorum,

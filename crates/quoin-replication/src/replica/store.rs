@@ -8,6 +8,7 @@
 //! Durability is asynchronous: [`ReplicaStore::request_sync`] returns a ticket, and the driver
 //! reports [`super::ReplicaEvent::Synced`] once a sync that *began after* the request is done.
 
+use quoin_types::client::ClientTable;
 use quoin_types::entry::{Chain, SharedEntry, View};
 use quoin_types::ids::{
     Epoch, Incarnation, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId,
@@ -165,6 +166,8 @@ pub trait ReplicaStore {
     fn state(&self) -> StoreState;
     /// The newest [`quoin_types::message::EPOCH_TABLE_MAX`] epochs of the history, oldest first.
     fn epoch_table(&self) -> Vec<EpochEnd>;
+    /// Clients of the volume at the end of the log.
+    fn clients(&self) -> ClientTable;
     fn snapshots(&self) -> Vec<SnapshotInfo>;
     /// Returns the heads of [`ReplicaStore::snapshots`], in their order.
     fn snapshot_heads(&self) -> Vec<SnapshotHead>;

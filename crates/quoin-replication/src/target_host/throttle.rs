@@ -157,7 +157,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     fn read(length: u32) -> Request {
-        Request { token: 0, operation: Operation::Read { offset: 0, length } }
+        Request { token: 0, operation: Operation::Read { offset: 0, length }, origin: None }
     }
     fn limits(ios_per_s: u64, bytes_per_s: u64) -> Limits {
         Limits { ios_per_s, bytes_per_s }

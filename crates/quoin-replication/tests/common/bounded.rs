@@ -64,6 +64,9 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn epoch_table(&self) -> Vec<EpochEnd> {
         self.inner.epoch_table()
     }
+    fn clients(&self) -> ClientTable {
+        self.inner.clients()
+    }
     fn snapshots(&self) -> Vec<SnapshotInfo> {
         self.inner.snapshots()
     }

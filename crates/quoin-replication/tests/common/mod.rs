@@ -395,7 +395,7 @@ impl Cluster {
     pub fn submit(&mut self, operation: Operation) -> u64 {
         let token = self.next_token;
         self.next_token += 1;
-        let request = Request { token, operation };
+        let request = Request { token, operation, origin: None };
         self.queue.push_back(Event::ToTarget(PrimaryEvent::Submit(request)));
         token
     }

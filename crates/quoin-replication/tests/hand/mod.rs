@@ -12,7 +12,9 @@ use quoin_replication::primary::{
 };
 use quoin_replication::replica::LEASE_MS;
 use quoin_types::block::{Operation, Reply, Request};
-use quoin_types::message::{EpochEnd, Failure, FromReplica, OpenAck, Ping, ToReplica};
+use quoin_types::message::{
+    EpochEnd, Failure, FromReplica, OpenAck, Ping, SnapshotHead, ToReplica,
+};
 use quoin_types::*;
 pub struct Hand {
     pub now: Time,
@@ -90,6 +92,7 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
         shadow: None,
         shadow_cut: None,
         heads: Vec::new(),
+        clients: ClientTable::default(),
     }
 }
 
@@ -218,7 +221,8 @@ impl Hand {
         self.on(PrimaryEvent::Message { session, message });
     }
 
-    pub fn answer(&mut self, id: u128, ack: OpenAck) {
+    pub fn answer(&mut self, id: u128, mut ack: OpenAck) {
+        ack.heads.resize(ack.snapshots.len(), SnapshotHead::default());
         self.answered.extend(&ack.epoch_table);
         self.say(id, FromReplica::OpenAck(Box::new(ack)));
     }
@@ -257,7 +261,7 @@ impl Hand {
     }
 
     pub fn submit(&mut self, token: u64, operation: Operation) {
-        self.on(PrimaryEvent::Submit(Request { token, operation }));
+        self.on(PrimaryEvent::Submit(Request { token, operation, origin: None }));
     }
 
     pub fn write(&mut self, token: u64, block: u64) {

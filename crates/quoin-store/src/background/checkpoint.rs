@@ -203,7 +203,8 @@ fn gather<D: Disk>(replica: &mut Replica, core: &mut Core<D>, job: &mut Checkpoi
     for lsn in job.next..end {
         let Some(record) = replica.log.get(lsn).copied() else { continue };
         let kind = replica.log.kind(lsn, &record);
-        job.work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
+        let part = replica.log.part(lsn);
+        job.work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind, part);
         if record.has_range() {
             job.newest.insert(record.lba, record.end(), lsn);
         }
@@ -343,7 +344,7 @@ fn fold_special(replica: &mut Replica, job: &mut CheckpointJob, lsn: u64) {
     let Some(record) = replica.log.get(lsn).copied() else { return };
     let kind = replica.log.kind(lsn, &record);
     let work = &mut job.work;
-    work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
+    work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind, None);
     match kind {
         EntryKind::Snapshot { id, hidden } => {
             let (lsn, blocks) = (Lsn(lsn), work.head.volume_blocks);

@@ -73,8 +73,9 @@ const CHECKED_FROM: usize = offset_of!(HeaderOnDisk, format);
 /// | 8 | 8 | LSN |
 /// | 16 | 8 | LBA |
 /// | 24 | 4 | blocks |
-/// | 28 | 1 | kind: 1 Write, 2 Trim, 3 Zero, 4 Snapshot, 5 DeleteSnapshot, 6 Revert, 7 Resize, 8 View |
-/// | 29 | 1 | flags: 1 = FUA |
+/// | 28 | 1 | kind: 1 Write, 2 Trim, 3 Zero, 4 Snapshot, 5 DeleteSnapshot, 6 Revert, 7 Resize, 8 View, |
+/// | | | 9 BeginClient, 10 EndClient |
+/// | 29 | 1 | flags: 1 = FUA, 2 = a part of a client's request, which the payload ends with |
 /// | 30 | 2 | bytes of payload |
 /// | 32 | 8 | history chain |
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

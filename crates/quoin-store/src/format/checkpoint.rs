@@ -4,7 +4,7 @@
 use bytes::{Bytes, BytesMut};
 use quoin_types::codec::{Malformed, Reader, Writer};
 use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, SNAPSHOTS_MAX, SnapshotInfo};
-use quoin_types::{Chain, Epoch, Lsn, Position, SnapshotId, View};
+use quoin_types::{Chain, ClientTable, Epoch, Lsn, Position, SnapshotId, View, mutant};
 use zerocopy::little_endian::{U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, Unaligned};
 
@@ -484,6 +484,10 @@ fn encode_head(head: &Head, out: &mut BytesMut) {
             },
         );
     }
+    match mutant::is("clients-left-out-of-the-checkpoint") {
+        true => ClientTable::default().encode(out),
+        false => head.clients.encode(out),
+    }
 }
 
 fn decode_head(r: &mut Reader) -> Result<Head, Malformed> {
@@ -494,6 +498,7 @@ fn decode_head(r: &mut Reader) -> Result<Head, Malformed> {
         last_view: decode_view(r)?,
         volume_blocks: r.u64("checkpoint")?,
         epoch_table: decode_epochs(r)?,
+        clients: ClientTable::decode(r)?,
     })
 }
 

@@ -8,8 +8,8 @@ use quoin_types::codec::Reader;
 use quoin_types::entry::Rule;
 use quoin_types::message::{EpochEnd, SnapshotInfo};
 use quoin_types::{
-    Chain, Durability, Epoch, Incarnation, Lsn, Member, Membership, PoolId, Position, ReplicaGuid,
-    ReplicaId, SnapshotId, View, VolumeId,
+    Chain, ClientId, ClientTable, Durability, EntryKind, Epoch, Incarnation, Lsn, Member,
+    Membership, Origin, Part, PoolId, Position, ReplicaGuid, ReplicaId, SnapshotId, View, VolumeId,
 };
 
 use crate::disk::Disk;
@@ -99,6 +99,18 @@ fn snapshot(id: u128, hidden: bool) -> SnapshotState {
     }
 }
 
+/// A client that ended in part of a request, and one that has done nothing.
+fn clients() -> ClientTable {
+    let mut table = ClientTable::default();
+    for client in [7, 9].map(ClientId) {
+        table.apply(Lsn(50), &EntryKind::BeginClient { client }, None);
+    }
+    let origin = Origin { client: ClientId(7), number: 12, low: 11 };
+    let part = Part { origin, end: 31, is_last: false };
+    table.apply(Lsn(60), &EntryKind::Write, Some(&part));
+    table
+}
+
 fn checkpoint() -> Checkpoint {
     let row = |epoch, first, last| EpochEnd {
         epoch: Epoch(epoch),
@@ -114,6 +126,7 @@ fn checkpoint() -> Checkpoint {
             last_view: Some((Lsn(70), view())),
             volume_blocks: 600,
             epoch_table: vec![row(1, 1, 40), row(3, 41, 95)],
+            clients: clients(),
         },
         stable: Lsn(95),
         snapshots: vec![snapshot(1, false), snapshot(2, true)],

@@ -6,7 +6,7 @@
 use quoin_replication::replica::store::StoreError;
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SNAPSHOTS_MAX, SnapshotInfo};
-use quoin_types::{Chain, Durability, EntryKind, Lsn, Position, View};
+use quoin_types::{Chain, ClientTable, Durability, EntryKind, Lsn, Part, Position, View, mutant};
 
 /// The state of a history after one of its entries, blocks aside.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -17,6 +17,7 @@ pub struct Head {
     pub volume_blocks: u64,
     /// Oldest first, bounded by [`EPOCH_TABLE_MAX`].
     pub epoch_table: Vec<EpochEnd>,
+    pub clients: ClientTable,
 }
 
 impl Head {
@@ -48,8 +49,15 @@ impl Head {
     }
 
     /// Moves on to the entry at `position`.
-    pub fn apply(&mut self, position: Position, chain: Chain, kind: &EntryKind) {
+    pub fn apply(
+        &mut self,
+        position: Position,
+        chain: Chain,
+        kind: &EntryKind,
+        part: Option<&Part>,
+    ) {
         self.advance(position, chain);
+        self.clients.apply(position.lsn, kind, part);
         match kind {
             EntryKind::Resize { blocks } => self.volume_blocks = *blocks,
             EntryKind::View(view) => self.last_view = Some((position.lsn, (**view).clone())),
@@ -93,6 +101,10 @@ impl Head {
             last_view: end.last_view.clone(),
             volume_blocks: end.volume_blocks,
             epoch_table: table[table.len().saturating_sub(EPOCH_TABLE_MAX)..].to_vec(),
+            clients: match mutant::is("clients-left-out-of-an-increment") {
+                true => ClientTable::default(),
+                false => end.clients.clone(),
+            },
         }
     }
 
@@ -105,6 +117,7 @@ impl Head {
             last_view: self.last_view.clone(),
             volume_blocks: self.volume_blocks,
             snapshots: snapshots.filter(|s| s.lsn <= self.position.lsn).collect(),
+            clients: self.clients.clone(),
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use quoin_types::entry::SharedEntry;
-use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position};
+use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Part, Position};
 
 use crate::format::checkpoint::LogStart;
 
@@ -54,6 +54,8 @@ pub struct Log {
     crcs_first: u64,
     /// Entries without a range.
     special: BTreeMap<u64, EntryKind>,
+    /// Parts of requests of clients that number them.
+    parts: BTreeMap<u64, Part>,
     /// LSNs of the Reverts.
     reverts: VecDeque<u64>,
     /// LSNs of the deletions of users' snapshots.
@@ -92,6 +94,9 @@ impl Log {
         self.crcs.extend(&entry.crcs);
         if !matches!(entry.kind, EntryKind::Write | EntryKind::Trim) {
             self.special.insert(entry.lsn.0, entry.kind.clone());
+        }
+        if let Some(part) = entry.part {
+            self.parts.insert(entry.lsn.0, part);
         }
         match entry.kind {
             EntryKind::Revert { .. } => self.reverts.push_back(entry.lsn.0),
@@ -132,6 +137,11 @@ impl Log {
         }
     }
 
+    /// The part of a client's request that an entry is.
+    pub fn part(&self, lsn: u64) -> Option<&Part> {
+        self.parts.get(&lsn)
+    }
+
     /// LSNs of the Reverts, oldest first.
     pub fn reverts(&self) -> impl ExactSizeIterator<Item = u64> + '_ {
         self.reverts.iter().copied()
@@ -164,6 +174,7 @@ impl Log {
             self.crcs.truncate(crcs);
         }
         self.special.split_off(&(keep + 1));
+        self.parts.split_off(&(keep + 1));
         for lsns in [&mut self.reverts, &mut self.deletions] {
             lsns.truncate(lsns.partition_point(|lsn| *lsn <= keep));
         }
@@ -183,6 +194,7 @@ impl Log {
             }
         }
         self.special = self.special.split_off(&(lsn + 1));
+        self.parts = self.parts.split_off(&(lsn + 1));
         for lsns in [&mut self.reverts, &mut self.deletions] {
             lsns.drain(..lsns.partition_point(|at| *at <= lsn));
         }
@@ -218,6 +230,7 @@ impl Log {
             data,
             chain: Chain(record.chain),
             fua: record.fua,
+            part: self.part(lsn).copied(),
         }))
     }
 }

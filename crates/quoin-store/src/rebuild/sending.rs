@@ -3,7 +3,7 @@
 
 use quoin_replication::replica::store::{PullChunk, StoreError};
 use quoin_types::message::{ReadView, Slot};
-use quoin_types::{BLOCK_SIZE, Chain, Lsn, SnapshotId, mutant};
+use quoin_types::{BLOCK_SIZE, Chain, ClientTable, Lsn, SnapshotId, mutant};
 
 use crate::clones::lookup::{self, first_of};
 use crate::core::Core;
@@ -138,7 +138,8 @@ fn snapshot_head(replica: &Replica, id: SnapshotId) -> Option<Head> {
         for lsn in replica.log.first_lsn()..=info.lsn.0 {
             let record = replica.log.get(lsn)?;
             let kind = replica.log.kind(lsn, record);
-            head.apply(record.position(lsn), Chain(record.chain), &kind);
+            let part = replica.log.part(lsn);
+            head.apply(record.position(lsn), Chain(record.chain), &kind, part);
         }
         return Some(head);
     };
@@ -155,6 +156,8 @@ fn snapshot_head(replica: &Replica, id: SnapshotId) -> Option<Head> {
         last_view: kept.last_view.clone(),
         volume_blocks: info.blocks,
         epoch_table: table,
+        // No increment ends in a snapshot: its boundary's end is made by the target.
+        clients: ClientTable::default(),
     })
 }
 

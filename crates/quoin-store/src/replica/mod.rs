@@ -281,7 +281,7 @@ impl Replica {
                 lba: entry.lba,
                 blocks: entry.blocks,
                 kind: entry.kind.code(),
-                flags: u8::from(entry.fua),
+                flags: entry.flags(),
                 chain: entry.chain.0,
                 payload: &payload,
                 crcs: &[],
@@ -346,7 +346,7 @@ impl Replica {
     /// Takes an entry, whose data lie at `place`, into the log and everything that follows it.
     pub fn apply(&mut self, entry: &quoin_types::Entry, place: u64) {
         self.log.push(entry, place);
-        self.head.apply(entry.position(), entry.chain, &entry.kind);
+        self.head.apply(entry.position(), entry.chain, &entry.kind, entry.part.as_ref());
         apply_snapshots(&mut self.snapshots, entry.lsn, &entry.kind, self.head.volume_blocks);
         match &entry.kind {
             EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => {
@@ -400,12 +400,13 @@ impl Replica {
         for lsn in self.log.first_lsn()..self.log.next_lsn() {
             let Some(record) = self.log.get(lsn) else { continue };
             let (position, chain) = (record.position(lsn), quoin_types::Chain(record.chain));
-            if record.has_range() {
+            let part = self.log.part(lsn);
+            if record.has_range() && part.is_none() {
                 self.head.advance(position, chain);
                 continue;
             }
             let kind = self.log.kind(lsn, record);
-            self.head.apply(position, chain, &kind);
+            self.head.apply(position, chain, &kind, part);
             let blocks = self.head.volume_blocks;
             apply_snapshots(&mut self.snapshots, Lsn(lsn), &kind, blocks);
         }
@@ -664,10 +665,16 @@ pub enum Source {
     Root(Root),
 }
 
+/// What an entry's header has beside its fixed fields: the payload of its kind, and then the part
+/// of a client's request that it is.
 pub fn payload(entry: &quoin_types::Entry) -> Bytes {
-    match entry.kind {
+    let payload = match entry.kind {
         EntryKind::Write | EntryKind::Trim => Bytes::new(),
         _ => entry.kind.encode_payload(),
+    };
+    match &entry.part {
+        None => payload,
+        Some(part) => [&payload[..], &part.to_bytes()].concat().into(),
     }
 }
 

@@ -14,8 +14,8 @@ use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPoo
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{Content, ReadView, Slot};
 use quoin_types::{
-    BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid,
-    SnapshotId, View, VolumeId,
+    BLOCK_SIZE, Chain, ClientId, Durability, Entry, EntryKind, Epoch, Lsn, Origin, Part, PoolId,
+    Position, ReplicaGuid, SnapshotId, View, VolumeId,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -131,6 +131,7 @@ pub fn assert_same(real: &mut dyn ReplicaStore, model: &mut dyn ReplicaStore) {
     assert!(a.stable <= a.position.lsn && a.base <= a.stable);
     assert_eq!(real.epoch_table(), model.epoch_table());
     assert_eq!(real.snapshots(), model.snapshots());
+    assert_eq!(real.clients(), model.clients());
     let mut views = vec![(ReadView::Live, a.volume_blocks)];
     views.extend(real.snapshots().iter().map(|s| (ReadView::Snapshot(s.id), s.blocks)));
     for (view, blocks) in views {
@@ -243,7 +244,7 @@ impl World {
                 let durability = if media { Durability::Media } else { Durability::Cache };
                 (EntryKind::View(Box::new(View { durability, ..some_view() })), 0, 0)
             }
-            6 => (EntryKind::DeleteSnapshot { id: SnapshotId(99_999) }, 0, 0),
+            6 => (self.client_kind(), 0, 0),
             _ => (EntryKind::Write, lba, length),
         };
         let data = match kind {
@@ -257,7 +258,29 @@ impl World {
             }
             _ => Bytes::new(),
         };
-        Entry::after(chain, position, kind, lba, length as u32, data, false)
+        let has_range = length > 0 && !matches!(kind, EntryKind::Snapshot { .. });
+        let part = has_range.then(|| self.part(lba + length)).flatten();
+        Entry::part_after(chain, position, kind, lba, length as u32, data, false, part)
+    }
+
+    /// Clients begin and end, now and then one that is not there.
+    fn client_kind(&self) -> EntryKind {
+        let lsn = self.position() + 1;
+        let client = ClientId(u128::from(lsn % 3));
+        match lsn % 5 {
+            0 => EntryKind::EndClient { client },
+            1 => EntryKind::DeleteSnapshot { id: SnapshotId(99_999) },
+            _ => EntryKind::BeginClient { client },
+        }
+    }
+
+    /// The part of a client's request that the next entry is, if it is one: some are of clients that
+    /// never began.
+    fn part(&self, end: u64) -> Option<Part> {
+        let lsn = self.position() + 1;
+        let client = ClientId(u128::from(lsn % 4));
+        let origin = Origin { client, number: lsn, low: lsn.saturating_sub(9) };
+        (lsn % 7 < 4).then_some(Part { origin, end, is_last: lsn % 3 > 0 })
     }
 
     pub fn append(&mut self) {

@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use quoin_nbd::{Description, Limits, Session, TlsPolicy, VolumeExport};
+use quoin_nbd::{Description, Limits, Numbering, Session, TlsPolicy, VolumeExport};
 use quoin_reactor::descriptors::LISTENER_REST;
 use quoin_reactor::{Interest, Reactor, now};
 use quoin_replication::primary::{PrimaryAction, PrimaryEvent};
 use quoin_replication::target_host::throttle::Throttle;
-use quoin_types::block::{DeviceInfo, Frontend, Reply, Request, Token};
-use quoin_types::{Time, VolumeId};
+use quoin_types::block::{BlockError, DeviceInfo, Frontend, Operation, Reply, Request, Token};
+use quoin_types::{ClientId, Time, VolumeId};
 
 use super::sources::{Slot, Sources};
 use super::{Shard, Volume};
@@ -52,6 +52,7 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
 fn lets_in(sharer: &Sharer, holder: &Holder, shares: &SharedUse) -> bool {
     sharer.node == holder.name
         && sharer.read_only == shares.read_only
+        && sharer.client == shares.client
         && sharer.key_hashes.contains(&holder.key_hash)
 }
 
@@ -66,6 +67,8 @@ pub(super) struct Export {
     throttle: Option<(Throttle, u64)>,
     /// Keys of the clients.
     clients: Vec<u64>,
+    /// Number of this node's attachment, as in [`super::VolumeSetup`].
+    pub(super) client: u64,
     /// Other nodes that are let in.
     pub(super) sharers: Vec<Sharer>,
     tokens: Tokens,
@@ -79,7 +82,22 @@ impl Export {
         throttle: Option<(Throttle, u64)>,
     ) -> Self {
         let (clients, sharers, tokens) = (Vec::new(), Vec::new(), Tokens::default());
-        Self { info, since_epoch, listener, throttle, clients, sharers, tokens }
+        Self { info, since_epoch, listener, throttle, clients, client: 0, sharers, tokens }
+    }
+
+    /// The attachments whose clients may change the volume.
+    fn attachments(&self) -> impl Iterator<Item = u64> + '_ {
+        let all = std::iter::once(self.client).chain(self.sharers.iter().map(|s| s.client));
+        all.filter(|attachment| *attachment != 0)
+    }
+
+    /// Returns true if several hosts may change the volume: each numbers its requests.
+    fn is_shared(&self) -> bool {
+        self.attachments().next().is_some()
+    }
+
+    pub(super) fn grant(&self) -> PrimaryEvent {
+        PrimaryEvent::Clients { attachments: self.attachments().collect() }
     }
 
     pub(super) fn has_clients(&self) -> bool {
@@ -174,6 +192,15 @@ impl Volume {
         let offset = *sealed.as_ref().unwrap_or(&0);
         let origin = Origin { client, token: request.token, kind, came: now, offset };
         request.token = self.export.tokens.issue(origin);
+        let changes = matches!(
+            request.operation,
+            Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
+        );
+        if changes && request.origin.is_none() && self.export.is_shared() {
+            // It could be sent again after another host has changed the same blocks.
+            let reply = Reply { token: request.token, result: Err(BlockError::NoClient) };
+            return actions.push(PrimaryAction::Reply(reply));
+        }
         match sealed {
             Ok(_) => self.target.on(now, PrimaryEvent::Submit(request), actions),
             Err(error) => {
@@ -243,7 +270,9 @@ impl Shard {
             tracing::debug!(volume = %id, %error, "a client keeps the kernel's send buffer");
         }
         let description = Description { since_epoch: volume.export.since_epoch };
-        let export = VolumeExport { device: volume.export.info.clone(), description };
+        let numbering = Numbering { attachment: volume.export.client, random: rand::random() };
+        let device = volume.export.info.clone();
+        let export = VolumeExport { device, description, numbering };
         let session = Session::over(Box::new(export), TlsPolicy::Plain, Limits::default());
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
@@ -288,21 +317,65 @@ impl Shard {
         if let Some(life) = life {
             self.sources.timers.set(key, Some(now + life));
         }
+        self.begin_numbering(now, key);
         self.submit(now, id, key, &mut requests);
         self.take_client(now, key);
     }
 
     /// Lets these other nodes use a volume, and no others.
-    pub(super) fn let_in(&mut self, id: VolumeId, sharers: Vec<Sharer>) {
+    pub(super) fn let_in(&mut self, now: Time, id: VolumeId, client: u64, sharers: Vec<Sharer>) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if volume.export.sharers == sharers {
+        if volume.export.sharers == sharers && volume.export.client == client {
             return;
         }
+        volume.export.client = client;
         volume.export.sharers.clone_from(&sharers);
+        let grant = volume.export.grant();
         let is_let_in = |holder: &Holder, shares: &SharedUse| {
             sharers.iter().any(|sharer| lets_in(sharer, holder, shares))
         };
         self.end_sharers(id, |holder, shares| !is_let_in(holder, shares));
+        self.event(now, id, grant);
+    }
+
+    /// Takes note of a client that numbers its requests, before the first of them. Older connections
+    /// of its attachment end: requests that lie unread there may have been sent again by this one.
+    fn begin_numbering(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
+        let id = client.volume;
+        let Some((numbered, begins)) = client.newly_numbered() else { return };
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let shares = client.user.as_ref().and_then(|user| user.shares.as_ref());
+        let granted = shares.map_or(volume.export.client, |shares| shares.client);
+        if granted != numbered.attachment() {
+            // The attachment has ended since the negotiation.
+            return self.client_lost(key);
+        }
+        let is_older = |other: &&u64| {
+            let Some(Slot::Client(client)) = self.sources.slots.get(*other) else { return false };
+            let of = client.numbered.map(|(client, _)| client.attachment());
+            **other != key && of == Some(numbered.attachment())
+        };
+        let older: Vec<u64> = volume.export.clients.iter().filter(is_older).copied().collect();
+        for other in older {
+            self.client_lost(other);
+        }
+        if begins {
+            self.event(now, id, PrimaryEvent::BeginClient { client: numbered });
+        }
+    }
+
+    /// Ends the connection of a client that may not begin; it tries again.
+    pub(super) fn refuse_client(&mut self, id: VolumeId, refused: ClientId) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        for key in volume.export.clients.clone() {
+            if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key)
+                && client.numbered == Some((refused, true))
+            {
+                client.ending = true;
+                self.client_dirty(key);
+            }
+        }
     }
 
     /// Ends the connections of sharers.
@@ -363,6 +436,7 @@ impl Shard {
         let mut requests = std::mem::take(&mut self.requests);
         let turn = client.read(&mut requests);
         self.count(key);
+        self.begin_numbering(now, key);
         self.submit(now, id, key, &mut requests);
         self.requests = requests;
         match turn {
@@ -382,6 +456,7 @@ impl Shard {
         let mut requests = std::mem::take(&mut self.requests);
         client.take(&mut requests);
         self.count(key);
+        self.begin_numbering(now, key);
         self.submit(now, id, key, &mut requests);
         self.requests = requests;
         self.client_dirty(key);
@@ -513,6 +588,10 @@ impl Shard {
             let left = volume.export.forget(key, &mut self.sources);
             if !left.is_empty() {
                 self.event(self.now(), client.volume, PrimaryEvent::Abandon(left));
+            }
+            if let Some((numbered, true)) = client.numbered {
+                let event = PrimaryEvent::ForgetClient { client: numbered };
+                self.event(self.now(), client.volume, event);
             }
         }
         self.reports.metrics.clients.connected.dec();

@@ -118,6 +118,8 @@ pub struct VolumeSetup {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
+    /// As in [`Assigned`](crate::assignment::Assigned).
+    pub client: u64,
     /// Other nodes that use it.
     pub sharers: Vec<Sharer>,
     /// Seed of incarnations: random, never repeated.
@@ -147,6 +149,7 @@ pub struct VolumeUpdate {
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     pub verify: Option<VerifyOrder>,
+    pub client: u64,
     pub sharers: Vec<Sharer>,
 }
 
@@ -482,7 +485,7 @@ impl Shard {
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
         let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
-        let VolumeSetup { is_encrypted, key, sharers, .. } = setup;
+        let VolumeSetup { is_encrypted, key, client, sharers, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -504,7 +507,8 @@ impl Shard {
         target.on(now, PrimaryEvent::Options(options), &mut self.actions);
         target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
         let mut export = Export::new(info, since_epoch, listener, throttle);
-        export.sharers = sharers;
+        (export.client, export.sharers) = (client, sharers);
+        target.on(now, export.grant(), &mut self.actions);
         let volume = Volume {
             target,
             export,
@@ -541,7 +545,7 @@ impl Shard {
         if writers_leave {
             self.end_own(id);
         }
-        self.let_in(id, update.sharers);
+        self.let_in(now, id, update.client, update.sharers);
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);
@@ -762,6 +766,9 @@ impl Shard {
         }
         if let PrimaryNote::Reverted { attempt, outcome } = note {
             self.reports.ask(Ask::Reverted { volume: id, attempt, outcome });
+        }
+        if let PrimaryNote::ClientRefused { client } = note {
+            self.refuse_client(id, client);
         }
         if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.reports.metrics.moved.inc_by(moved_bytes);

@@ -57,6 +57,7 @@ pub(super) fn setup() -> VolumeSetup {
         replicas: Vec::new(),
         desired: Default::default(),
         verify: None,
+        client: 0,
         sharers: Vec::new(),
         seed: 1,
     }
@@ -101,10 +102,12 @@ fn next_client() -> (NewClient, TcpStream) {
     let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let socket = listener.accept().unwrap().0;
     socket.set_nonblocking(true).unwrap();
-    let export = VolumeExport { device: info(), description: Description { since_epoch: 0 } };
+    let (description, numbering) = (Description { since_epoch: 0 }, Default::default());
+    let export = VolumeExport { device: info(), description, numbering };
     let limits = quoin_nbd::Limits::default();
     let session = Session::over(Box::new(export), TlsPolicy::Plain, limits);
-    let read = Request { token: 1, operation: Operation::Read { offset: 0, length: 512 } };
+    let operation = Operation::Read { offset: 0, length: 512 };
+    let read = Request { token: 1, operation, origin: None };
     let (input, requests, life) = (BytesMut::new(), vec![read], None);
     (NewClient { socket, session, input, requests, life, user: None }, there)
 }
@@ -155,7 +158,7 @@ fn unread_requests_of_a_broken_connection_are_dropped_before_the_next_client_is_
 /// The standing of one who came over TLS.
 fn user(role: Role, name: &str, key_hash: &str, shares: Option<bool>) -> Option<User> {
     let holder = Holder { role, name: name.into(), key_hash: key_hash.into() };
-    let shares = shares.map(|read_only| SharedUse { read_only });
+    let shares = shares.map(|read_only| SharedUse { read_only, client: 0 });
     Some(User { holder, shares })
 }
 
@@ -193,6 +196,7 @@ fn connections_end_when_the_keys_that_opened_them_count_no_more_and_others_stay(
         node: "n2".into(),
         read_only: false,
         key_hashes: keys.iter().map(ToString::to_string).collect(),
+        client: 0,
     };
     shard.open(now(), VolumeSetup { sharers: vec![sharer(&["s", "s-next"])], ..setup() });
     let users = [
@@ -214,7 +218,7 @@ fn connections_end_when_the_keys_that_opened_them_count_no_more_and_others_stay(
     ])));
     one_round(&mut shard);
     assert_eq!(connected(&shard), ["-", "own", "s"]);
-    shard.let_in(VOLUME, vec![sharer(&["s-next"])]);
+    shard.let_in(now(), VOLUME, 0, vec![sharer(&["s-next"])]);
     assert_eq!(connected(&shard), ["-", "own"]);
     // The former key does not come in again, nor does it end the connection of the next one.
     let _there = with_users(&mut shard, &[user(Role::Node, "n2", "s-next", Some(false))]);
@@ -225,7 +229,8 @@ fn connections_end_when_the_keys_that_opened_them_count_no_more_and_others_stay(
 #[test]
 fn a_volume_that_becomes_read_only_keeps_no_client_that_was_told_otherwise() {
     let (mut shard, _handle) = shard();
-    let sharer = Sharer { node: "n2".into(), read_only: false, key_hashes: vec!["s".into()] };
+    let sharer =
+        Sharer { node: "n2".into(), read_only: false, key_hashes: vec!["s".into()], client: 0 };
     shard.open(now(), VolumeSetup { sharers: vec![sharer.clone()], ..setup() });
     let users =
         [None, user(Role::Node, "n1", "own", None), user(Role::Node, "n2", "s", Some(false))];
@@ -235,6 +240,7 @@ fn a_volume_that_becomes_read_only_keeps_no_client_that_was_told_otherwise() {
         socket: None,
         key: None,
         read_only,
+        client: 0,
         since_epoch: 0,
         size_bytes: 0,
         limits: Limits::default(),

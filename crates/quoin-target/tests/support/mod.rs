@@ -255,6 +255,7 @@ impl RunningTarget {
             replicas: places,
             desired: Default::default(),
             verify: None,
+            client: 0,
             sharers: Vec::new(),
             seed: Instant::now().elapsed().as_nanos() as u64
                 ^ std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,

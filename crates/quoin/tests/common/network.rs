@@ -80,6 +80,12 @@ impl Network {
         }
     }
 
+    /// Loses what a host sends to another one, or no longer (`add`, `del`); the way back is open.
+    pub fn lose(&self, change: &str, from: usize, to: usize) {
+        let (name, address) = (&self.names[from], format!("{}.{}", self.subnet, to + 1));
+        ip_ok(&format!("-n {name} route {change} blackhole {address}/32"));
+    }
+
     /// Cuts or restores the link of a host; neither side is informed.
     pub fn link(&self, index: usize, state: &str) {
         ip_ok(&format!("link set qv{}-{index} {state}", self.id));

@@ -84,7 +84,7 @@ impl World {
             format!("client {queue} asks target {home} for op {tag}: {draft:?}")
         });
         let operation = draft.operation(self.setup.seed, tag);
-        let request = Request { token: u64::from(tag), operation };
+        let request = Request { token: u64::from(tag), operation, origin: None };
         if let Some(request) = self.admit(home, queue, request) {
             self.feed_target(home, vec![PrimaryEvent::Submit(request)]);
         }

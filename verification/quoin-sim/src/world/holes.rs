@@ -113,7 +113,7 @@ impl World {
         let tag = self.checkers.history.invoke(draft, asked);
         self.clients.tokens.insert(u64::from(tag), HOLES_QUEUE);
         let operation = draft.operation(self.setup.seed, tag);
-        Request { token: u64::from(tag), operation }
+        Request { token: u64::from(tag), operation, origin: None }
     }
 
     /// The replica that was away comes back.

@@ -19,7 +19,9 @@ use quoin_replication::replica::store::{
 use quoin_types::message::{
     Content, CutHead, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotHead, SnapshotInfo,
 };
-use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry};
+use quoin_types::{
+    BLOCK_SIZE, Chain, ClientTable, Entry, EntryKind, Epoch, Lsn, Position, entry::SharedEntry,
+};
 
 use crate::log::history::Head;
 use crate::metadata::tickets::Tickets;
@@ -74,9 +76,13 @@ impl Image {
                     }
                 }
             }
-            EntryKind::Snapshot { .. } | EntryKind::Resize { .. } | EntryKind::View(_) => {}
+            EntryKind::Snapshot { .. }
+            | EntryKind::Resize { .. }
+            | EntryKind::View(_)
+            | EntryKind::BeginClient { .. }
+            | EntryKind::EndClient { .. } => {}
         }
-        self.head.apply(entry.position(), entry.chain, &entry.kind);
+        self.head.apply(entry.position(), entry.chain, &entry.kind, entry.part.as_ref());
         if let EntryKind::Snapshot { id, hidden } = entry.kind {
             let (lsn, blocks) = (entry.lsn, self.head.volume_blocks);
             let info = SnapshotInfo { id, lsn, hidden, blocks };
@@ -468,6 +474,9 @@ impl ReplicaStore for ModelHandle<'_> {
 
     fn epoch_table(&self) -> Vec<EpochEnd> {
         self.now.now.head.epoch_table.clone()
+    }
+    fn clients(&self) -> ClientTable {
+        self.now.now.head.clients.clone()
     }
 
     fn snapshots(&self) -> Vec<SnapshotInfo> {

@@ -475,7 +475,11 @@ impl Durability {
                 self.tails_lost > 0
             }
             BlockError::Damaged => scene.may_be_unreadable(),
-            BlockError::OutOfRange | BlockError::Misaligned | BlockError::ReadOnly => false,
+            BlockError::OutOfRange
+            | BlockError::Misaligned
+            | BlockError::ReadOnly
+            | BlockError::NoClient
+            | BlockError::OutOfWindow => false,
         };
         if !is_allowed {
             return broken("NoQuorumNoLies", format!("op {tag} failed without a cause: {error}"));

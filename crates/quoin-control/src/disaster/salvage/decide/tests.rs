@@ -137,6 +137,7 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
         device: false,
         sharing: Default::default(),
         replay: Default::default(),
+        client: 0,
     });
     let current = rule(2, &[1, 2, 3]);
     let mut all: Vec<Held> = (1..=3).map(|n| held(n, &current, Some(told.clone()))).collect();
