@@ -169,7 +169,7 @@ fn each_unusable_pool_is_refused_by_name_and_leaves_nothing_incomplete() {
         newer[at + 92..at + 96].copy_from_slice(&crc.to_le_bytes());
     }
     std::fs::write(&file, &newer).unwrap();
-    assert_names(&pool.refused(&whole, &[]), &file, &["newer", "start that one"]);
+    assert_names(&pool.refused(&whole, &[]), &file, &["newer", "start the newer one"]);
     std::fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
     assert_names(&pool.refused(&whole, &[]), &file, &["restore the whole"]);
     std::fs::write(&file, &bytes).unwrap();

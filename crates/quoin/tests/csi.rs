@@ -28,6 +28,9 @@ fn python() -> Option<String> {
     None
 }
 
+/// The clients ask for the health of volumes, which came with edition 1.13.
+const NEWEST_EDITION: &[&str] = &["--csi-edition", "1.13"];
+
 /// The rows that a client can see, as docs/conformance.md lists them.
 #[test]
 fn a_python_client_asserts_the_rows_of_the_document_of_conformance() {
@@ -36,7 +39,7 @@ fn a_python_client_asserts_the_rows_of_the_document_of_conformance() {
         return;
     }
     let scratch = Scratch::new("conformance");
-    let dev = Dev::start(&scratch.cluster(), &[]);
+    let dev = Dev::start(&scratch.cluster(), NEWEST_EDITION);
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut command = Command::new(python);
     command.arg(root.join("tests/python/conformance.py")).arg("--dev").arg(&dev.directory);
@@ -58,8 +61,11 @@ fn a_python_client_asserts_the_rows_of_the_document_of_conformance() {
 fn a_python_client_passes_all_csi_steps_on_real_processes() {
     let Some(python) = python() else { return };
     let scratch = Scratch::new("csi");
-    let flags: &[&str] = if can_attach() { &[] } else { &["--no-attach"] };
-    let dev = Dev::start(&scratch.cluster(), flags);
+    let mut flags = NEWEST_EDITION.to_vec();
+    if !can_attach() {
+        flags.push("--no-attach");
+    }
+    let dev = Dev::start(&scratch.cluster(), &flags);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/python/csi_client.py");
     let mut command = Command::new(python);
     command.arg(script).arg("--socket").arg(dev.directory.join("run/csi/csi.sock"));
