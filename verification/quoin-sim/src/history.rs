@@ -29,6 +29,8 @@ pub struct Op {
     effect_by: Option<u64>,
     /// A trim or zero that was open at a cut: it took effect before it or after it.
     either_part: bool,
+    /// Its client sends it again if it is not answered, to whichever target serves.
+    is_sent_again: bool,
 }
 
 #[derive(Debug)]
@@ -77,12 +79,25 @@ impl History {
             void: Vec::new(),
             effect_by: None,
             either_part: false,
+            is_sent_again: false,
         });
         tag
     }
 
     pub fn op(&self, tag: Tag) -> &Op {
         &self.ops[tag as usize - 1]
+    }
+
+    /// Sets whether an operation that has no answer may be sent again.
+    pub fn may_be_sent_again(&mut self, tag: Tag, is_sent_again: bool) {
+        self.ops[tag as usize - 1].is_sent_again = is_sent_again;
+    }
+
+    /// The operation is sent to this life of a target.
+    pub fn sent_to(&mut self, tag: Tag, target: (usize, u32)) -> &Op {
+        let op = &mut self.ops[tag as usize - 1];
+        op.target = target;
+        op
     }
 
     pub fn len(&self) -> usize {
@@ -125,7 +140,8 @@ impl History {
         let stamp = self.stamp();
         let begins = self.part_begins;
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
-            if op.answered != NEVER || op.effect_by.is_some() || op.target == serving || !over(op) {
+            let goes_on = op.target == serving || op.is_sent_again || !over(op);
+            if op.answered != NEVER || op.effect_by.is_some() || goes_on {
                 continue;
             }
             if let Draft::Write { sector, sectors, .. } = op.draft {
@@ -151,7 +167,8 @@ impl History {
         let stamp = self.stamp();
         let begins = self.part_begins;
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
-            let open = op.answered == NEVER && (op.target == serving || !over(op));
+            let goes_on = op.target == serving || op.is_sent_again || !over(op);
+            let open = op.answered == NEVER && goes_on;
             if !open {
                 // A write that was answered and is lost comes back where the target that answered
                 // it lives: it writes again what it still has.

@@ -70,6 +70,8 @@ pub enum Swarm {
     Holes,
     /// Volumes that are clones of a snapshot, of a source that goes on beside them and goes away.
     Clones,
+    /// Hosts that share a volume, and send again what has no answer.
+    Sharers,
     /// Several volumes with points over them, whose targets are replaced between any two steps.
     Groups,
 }
@@ -103,6 +105,7 @@ impl Swarm {
         Swarm::Limits,
         Swarm::Holes,
         Swarm::Clones,
+        Swarm::Sharers,
         Swarm::Groups,
     ];
 
@@ -135,6 +138,7 @@ impl Swarm {
             Swarm::Limits => "limits",
             Swarm::Holes => "holes",
             Swarm::Clones => "clones",
+            Swarm::Sharers => "sharers",
             Swarm::Groups => "groups",
         }
     }
@@ -173,6 +177,39 @@ impl Swarm {
                     lease_ms: &[500, 500, 1000],
                     delay_ns: &[200 * MICROSECOND, 5 * MILLISECOND, 5 * MILLISECOND],
                     ..small.times
+                },
+                ..small
+            },
+            Swarm::Sharers => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)],
+                window_bytes: random.percent(50).then_some(256 << 10),
+                apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (TargetCrash, 14),
+                        (Failover, 12),
+                        (OwnerIsolated, 10),
+                        (TargetPause, 8),
+                        (TargetShutdown, 5),
+                        (ReplicaCrash, 8),
+                        (ReplicaPause, 6),
+                        (DelayStorm, 5),
+                        (Partition, 4),
+                        (PartitionOneWay, 4),
+                        (ConnectionCut, 6),
+                        (PowerOne, 5),
+                        (PowerSome, 4),
+                        (PowerAll, 3),
+                    ],
+                    ..small.faults
+                },
+                times: TimeShape { lease_ms: &[500, 1000], ..small.times },
+                load: LoadShape {
+                    clients: (3, 8),
+                    think_ns: (MILLISECOND, 20 * MILLISECOND),
+                    holes: 4,
+                    ..small.load
                 },
                 ..small
             },

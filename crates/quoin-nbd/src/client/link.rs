@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use quoin_types::block::Operation;
 
+use super::numbers::{Keyed, Numbers};
 use super::pipe::{Done, Pipe};
-use super::register::{Register, RequestKey};
+use super::register::Register;
 use super::{ClientError, ClientOptions, ExportInfo, RequestError};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(5);
@@ -18,26 +19,11 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Token of the flush after which a client has begun for certain; no owner has one like it.
 const BEGINS: u64 = u64::MAX;
 
-/// The request of an owner that keeps numbers for its next process.
-#[derive(Clone, Copy, Debug)]
-pub struct Keyed {
-    pub key: RequestKey,
-    /// The token of the piece before this one of a long request.
-    pub follows: Option<u64>,
-}
-
 /// A request that waits for a connection, or for a number.
 struct Held {
     token: u64,
     operation: Operation,
     keyed: Option<Keyed>,
-}
-
-/// Number of a request that was sent or is going to be.
-struct Numbered {
-    number: u64,
-    /// The owner says when its answer has arrived.
-    is_keyed: bool,
 }
 
 /// A link. Its owner bounds it: everything submitted is kept until it is answered.
@@ -48,9 +34,7 @@ pub struct Link {
     held: VecDeque<Held>,
     /// Changing requests that wait until the client has begun, or for a number.
     waiting: VecDeque<Held>,
-    register: Register,
-    /// By token.
-    numbers: HashMap<u64, Numbered>,
+    numbers: Numbers,
     info: ExportInfo,
     reconnects: u64,
     /// Reason for which submitted requests may not be sent any more.
@@ -79,10 +63,10 @@ impl Link {
 
     /// Connects with a register that outlives this process.
     pub fn connect_with(options: ClientOptions, register: Register) -> Result<Self, ClientError> {
-        let shown = register.client().unwrap_or_default();
-        let pipe = Pipe::negotiate(&options, options.reconnect.then_some(shown))?;
+        let numbers = Numbers::new(register);
+        let pipe = Pipe::negotiate(&options, options.reconnect.then_some(numbers.shown()))?;
         let pipe = pipe.hold_on_shutdown(options.reconnect);
-        let mut link = Self::new(options, State::Failed, pipe.info(), register);
+        let mut link = Self::new(options, State::Failed, pipe.info(), numbers);
         link.take_up(pipe);
         Ok(link)
     }
@@ -91,17 +75,16 @@ impl Link {
     /// need not be reachable now.
     pub fn resume(options: ClientOptions, info: ExportInfo, register: Register) -> Self {
         let state = State::Down { next: Instant::now(), backoff: BACKOFF_MIN };
-        Self::new(options, state, info, register)
+        Self::new(options, state, info, Numbers::new(register))
     }
 
-    fn new(options: ClientOptions, state: State, info: ExportInfo, register: Register) -> Self {
+    fn new(options: ClientOptions, state: State, info: ExportInfo, numbers: Numbers) -> Self {
         Self {
             options,
             state,
             held: VecDeque::new(),
             waiting: VecDeque::new(),
-            register,
-            numbers: HashMap::new(),
+            numbers,
             info,
             reconnects: 0,
             superseded: None,
@@ -167,27 +150,23 @@ impl Link {
     /// [`Link::release`] once its answer has arrived where the request came from.
     pub fn submit_keyed(&mut self, token: u64, operation: Operation, keyed: Keyed) {
         // Now, not when there is a connection: what is left unclaimed counts as answered.
-        if let Some(number) = self.register.resume(keyed.key) {
-            self.numbers.insert(token, Numbered { number, is_keyed: true });
-        }
+        self.numbers.resume(token, keyed.key);
         self.pass(Held { token, operation, keyed: Some(keyed) });
     }
 
     /// The answer to a keyed request has arrived.
     pub fn release(&mut self, token: u64) {
-        if let Some(numbered) = self.numbers.remove(&token) {
-            self.register.release(numbered.number);
-        }
+        self.numbers.release(token);
     }
 
     /// Offset of the piece at which the last process was, of each request by its key.
     pub fn reached(&self) -> HashMap<u64, u64> {
-        self.register.reached()
+        self.numbers.reached()
     }
 
     /// Requests of the last process that were not submitted again had their answers.
     pub fn forget_left(&mut self) {
-        self.register.forget_left();
+        self.numbers.forget_left();
     }
 
     /// Sends a request, or has it wait for what it lacks.
@@ -200,26 +179,10 @@ impl Link {
         if self.info.client.is_none() || !changes {
             return pipe.submit(request.token, request.operation);
         }
-        let number = match self.numbers.get(&request.token) {
-            Some(numbered) => Some(numbered.number),
-            None if self.register.client().is_none() => None,
-            None => {
-                let follows = request.keyed.and_then(|keyed| keyed.follows);
-                let key = request.keyed.map(|keyed| keyed.key);
-                self.register.number(key, follows.is_some())
-            }
+        let Some(numbers) = self.numbers.number(request.token, request.keyed) else {
+            return self.waiting.push_back(request);
         };
-        let Some(number) = number else { return self.waiting.push_back(request) };
-        let is_keyed = request.keyed.is_some();
-        self.numbers.entry(request.token).or_insert(Numbered { number, is_keyed });
-        if let Some(before) = request.keyed.and_then(|keyed| keyed.follows) {
-            // The next process goes on with this piece from now on.
-            if let Some(numbered) = self.numbers.remove(&before) {
-                self.register.release(numbered.number);
-            }
-        }
-        let low = self.register.low();
-        pipe.submit_numbered(request.token, request.operation, Some((number, low)));
+        pipe.submit_numbered(request.token, request.operation, Some(numbers));
     }
 
     /// Passes requests on that waited for a number.
@@ -231,11 +194,7 @@ impl Link {
 
     /// Goes on over a new connection: what has no answer is sent again, oldest first.
     fn take_up(&mut self, mut pipe: Pipe) {
-        let begins = pipe.info().client.filter(|client| self.register.client() != Some(*client));
-        if let Some(client) = begins {
-            // Nothing that changes the volume is sent before the flush is answered: so no request
-            // is in doubt of a client that did not come to be.
-            self.register.begin(client);
+        if self.numbers.take_up(pipe.info().client) {
             pipe.submit(BEGINS, Operation::Flush);
         }
         self.state = State::Up(pipe);
@@ -252,15 +211,14 @@ impl Link {
         for one in &done[before..] {
             if one.token == BEGINS {
                 has_begun = Some(one.result.is_ok());
-            } else if self.numbers.get(&one.token).is_some_and(|numbered| !numbered.is_keyed) {
-                self.release(one.token);
-                is_freed = true;
+            } else {
+                is_freed |= self.numbers.answered(one.token);
             }
         }
         if let Some(is_ok) = has_begun {
             done.retain(|one| one.token != BEGINS);
             match is_ok {
-                true => self.register.has_begun(),
+                true => self.numbers.has_begun(),
                 // It is tried again over another connection.
                 false => return self.close(Instant::now()),
             }
@@ -416,9 +374,9 @@ impl Link {
     }
 
     fn try_reconnect(&self) -> Result<Pipe, ClientError> {
-        let shown = self.register.client().unwrap_or_default();
-        let pipe = Pipe::negotiate(&self.options, Some(shown))?.hold_on_shutdown(true);
-        if self.register.is_outstanding() && pipe.info().client != Some(shown) {
+        let shown = Some(self.numbers.shown());
+        let pipe = Pipe::negotiate(&self.options, shown)?.hold_on_shutdown(true);
+        if !self.numbers.may_go_on(pipe.info().client) {
             let reason = "it does not number requests any more".to_owned();
             return Err(ClientError::ClientOver { address: self.options.address.clone(), reason });
         }

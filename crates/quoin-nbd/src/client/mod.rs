@@ -16,6 +16,7 @@
 
 mod handshake;
 mod link;
+mod numbers;
 mod pipe;
 mod register;
 mod thread;
@@ -26,7 +27,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use handshake::ExportInfo;
-pub use link::{Keyed, Link};
+pub use link::Link;
+pub use numbers::{Keyed, Numbers};
 pub use pipe::{Done, Pipe};
 pub use register::{Memory, Register, RequestKey};
 pub use thread::{Client, Completion};

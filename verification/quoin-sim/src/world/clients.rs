@@ -44,6 +44,13 @@ impl World {
         if self.clients.queues[queue].turn != turn || self.clients.queues[queue].open.is_some() {
             return;
         }
+        if self.sharers.is_on() {
+            // Its host holds it until it has a connection.
+            if let Some(draft) = self.next_draft(queue) {
+                self.submit(queue, draft);
+            }
+            return;
+        }
         if self.targets[home].process.is_none() || self.targets[home].paused {
             if self.control.record.owner != home && self.random.percent(20) {
                 return self.move_client(queue);
@@ -83,6 +90,9 @@ impl World {
         self.trace.line(self.schedule.now(), || {
             format!("client {queue} asks target {home} for op {tag}: {draft:?}")
         });
+        if self.sharers.is_on() {
+            return self.share_request(queue, tag);
+        }
         let operation = draft.operation(self.setup.seed, tag);
         let request = Request { token: u64::from(tag), operation, origin: None };
         if let Some(request) = self.admit(home, queue, request) {
@@ -120,7 +130,7 @@ impl World {
     }
 
     /// Abandons the open request of a client, which is never answered now. The client asks anew.
-    fn abandon(&mut self, queue: usize) {
+    pub(super) fn abandon(&mut self, queue: usize) {
         if let Some(tag) = self.clients.queues[queue].open.take() {
             self.stats.ios.open += 1;
             self.clients.quiesce.given_back(self.checkers.history.op(tag).draft);
@@ -130,6 +140,9 @@ impl World {
     }
 
     pub(crate) fn clients_lost_target(&mut self, target: usize) {
+        if self.sharers.is_on() {
+            return self.sharers_leave(target);
+        }
         let lost: Vec<usize> = (0..self.clients.queues.len())
             .filter(|q| self.clients.queues[*q].home == target)
             .collect();
@@ -148,6 +161,9 @@ impl World {
     /// The client's host is given up: its new one asks the present owner.
     pub(crate) fn move_client(&mut self, queue: usize) {
         let owner = self.control.record.owner;
+        if self.sharers.is_on() {
+            return self.sharer_moves(queue);
+        }
         if self.clients.queues[queue].home == owner {
             return;
         }

@@ -29,6 +29,7 @@ mod quiesce;
 mod recognition;
 mod recovery;
 mod setup;
+mod sharers;
 mod snapshots;
 mod targets;
 mod terms;
@@ -47,6 +48,7 @@ use self::hosts::Hosts;
 use self::operators::Operators;
 use self::processes::Processes;
 use self::setup::Setup;
+use self::sharers::{SharerEvent, Sharers};
 use crate::control::{Answer, Question, Record};
 use crate::faults::Planned;
 use crate::network::{ConnectionId, Network};
@@ -197,6 +199,7 @@ pub(crate) enum Event {
     FaultsEnd,
     CheckQuiesce,
     Process(processes::ProcessEvent),
+    Sharer(SharerEvent),
 }
 
 #[derive(Debug, Clone)]
@@ -266,6 +269,7 @@ pub(crate) struct World {
     pub pools: Vec<PoolHost>,
     pub processes: Processes,
     pub clients: Clients,
+    pub sharers: Sharers,
     pub operators: Operators,
     pub faults: Faults,
     pub checkers: Checkers,
@@ -405,6 +409,7 @@ impl World {
             Event::FaultsEnd => self.faults_end(),
             Event::CheckQuiesce => self.check_quiesce(),
             Event::Process(event) => self.process_event(event),
+            Event::Sharer(event) => self.sharer_event(event),
         }
     }
 

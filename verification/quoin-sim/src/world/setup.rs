@@ -23,6 +23,7 @@ use super::points::Points;
 use super::processes::Processes;
 use super::pulls::Pulls;
 use super::recovery::Recovery;
+use super::sharers::Sharers;
 use super::snapshots::Snapshots;
 use super::terms::Terms;
 use super::{Event, PoolHost, TargetHost, World};
@@ -369,6 +370,7 @@ impl World {
             pools: Vec::new(),
             processes: Processes::draw(seed, swarm),
             clients,
+            sharers: Sharers::draw(seed, swarm),
             operators: Operators {
                 members: members_plan,
                 recovery: Recovery::draw(seed, swarm),
@@ -492,6 +494,7 @@ impl World {
         self.plan_durability();
         self.plan_revert();
         self.plan_pulls();
+        self.plan_sharers();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

@@ -117,7 +117,8 @@ impl World {
         let desired = self.control.desired();
         let events = [PrimaryEvent::Options(options), PrimaryEvent::Timer, desired];
         let events = events.into_iter().chain(self.memory_limit(target));
-        self.feed_target(target, events.collect());
+        let events: Vec<PrimaryEvent> = events.chain(self.grant_to_new_target(target)).collect();
+        self.feed_target(target, events);
     }
 
     /// The process ends at once; its peers learn of it as their networks let them.
@@ -475,6 +476,7 @@ impl World {
             PrimaryNote::Reverted { attempt, outcome } => {
                 self.revert_ended(target, attempt, outcome);
             }
+            PrimaryNote::ClientRefused { client } => self.sharer_refused(client),
             PrimaryNote::BlockLost { lba } => self.observe(&Observation::BlockLost { lba }),
             // A target that was granted under an old copy may say so when the newest is back, and
             // one whose grant came late when the record has gone on since.
@@ -516,18 +518,31 @@ impl World {
     }
 
     fn target_replies(&mut self, target: usize, life: u32, reply: Reply) {
-        let Some(queue) = self.clients.tokens.remove(&reply.token) else {
-            self.violate("OneReply", format!("token {} was answered twice", reply.token));
+        let Reply { token, result } = reply;
+        let heard = match self.sharers.is_on() {
+            true => {
+                let tag = token as u32;
+                let leaned = !matches!(result, Err(BlockError::NoQuorum | BlockError::Stopped));
+                if tag != 0 && leaned {
+                    let is_good = result.is_ok();
+                    self.observe(&Observation::Answers { target, life, tag, is_good });
+                }
+                self.sharer_hears(token, result.as_ref().err().copied())
+            }
+            false => self.clients.tokens.remove(&token).map(|queue| (queue, token as u32)),
+        };
+        let Some((queue, tag)) = heard else {
+            if !self.sharers.is_on() {
+                self.violate("OneReply", format!("token {token} was answered twice"));
+            }
             return;
         };
-        let Reply { token, result } = reply;
         match result {
             Ok(payload) => {
                 let data = match payload {
                     Payload::Data(chunks) => chunks,
                     _ => Vec::new(),
                 };
-                let tag = token as u32;
                 self.observe(&Observation::Answers { target, life, tag, is_good: true });
                 self.observe(&Observation::Answered { target, tag, data: &data });
                 self.effect_shown(tag);
@@ -539,13 +554,12 @@ impl World {
                 }
                 // Without a quorum there is no lease, and a request that is not wanted is answered without one.
                 if !matches!(error, BlockError::NoQuorum | BlockError::Stopped) {
-                    let tag = token as u32;
                     self.observe(&Observation::Answers { target, life, tag, is_good: false });
                 }
-                self.observe(&Observation::Failed { target, tag: token as u32, error });
+                self.observe(&Observation::Failed { target, tag, error });
             }
         }
-        self.client_answered(queue, token as u32);
+        self.client_answered(queue, tag);
     }
 }
 
