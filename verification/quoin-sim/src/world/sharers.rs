@@ -100,6 +100,8 @@ pub(crate) struct Sharers {
     connections_made: u64,
     /// Connections that their hosts have given up and their targets have not: by number.
     left: BTreeMap<u64, Link>,
+    /// What each target's process receives next, in this order: the life that it is for.
+    inbox: [VecDeque<(u32, PrimaryEvent)>; 2],
     /// Of the answers, how many of a hundred break their connection and do not arrive.
     answers_lost: u64,
 }
@@ -108,6 +110,8 @@ pub(crate) struct Sharers {
 pub(crate) enum SharerEvent {
     /// A host without a connection tries to have one.
     Connect { host: usize, turn: u32 },
+    /// A target's process receives what is in its inbox.
+    Deliver { target: usize },
     /// The owner's target learns which attachments may change the volume.
     Grant,
     /// A host detached and attaches again.
@@ -129,6 +133,7 @@ impl Sharers {
             attachments_made: count,
             connections_made: 0,
             left: BTreeMap::new(),
+            inbox: Default::default(),
             answers_lost,
         }
     }
@@ -163,6 +168,7 @@ impl World {
                     self.sharer_connects(host);
                 }
             }
+            SharerEvent::Deliver { target } => self.deliver_inbox(target),
             SharerEvent::Grant => self.grant_sharers(self.control.record.owner),
             SharerEvent::Attach { host } => self.sharer_attaches(host),
             SharerEvent::Trouble => self.sharer_trouble(),
@@ -180,10 +186,34 @@ impl World {
         if self.targets[target].process.is_some() && !self.targets[target].paused {
             let attachments = self.sharers.attachments();
             self.sharers.granted[target].clone_from(&attachments);
-            self.feed_target(target, vec![PrimaryEvent::Clients { attachments }]);
+            let life = self.targets[target].life;
+            self.to_inbox((target, life), vec![PrimaryEvent::Clients { attachments }]);
         } else {
             let delay = self.sharers.random.between(10, 200) * MILLISECOND;
             self.schedule.after(delay, Event::Sharer(SharerEvent::Grant));
+        }
+    }
+
+    /// Events are not given to a target while it does what an earlier one asked for.
+    fn to_inbox(&mut self, (target, life): (usize, u32), events: Vec<PrimaryEvent>) {
+        if events.is_empty() {
+            return;
+        }
+        self.sharers.inbox[target].extend(events.into_iter().map(|event| (life, event)));
+        self.schedule.after(0, Event::Sharer(SharerEvent::Deliver { target }));
+    }
+
+    fn deliver_inbox(&mut self, target: usize) {
+        if self.targets[target].paused {
+            let event = Event::Sharer(SharerEvent::Deliver { target });
+            return self.schedule.after(5 * MILLISECOND, event);
+        }
+        let life = self.targets[target].life;
+        let all = std::mem::take(&mut self.sharers.inbox[target]);
+        let events = all.into_iter().filter(|(of, _)| *of == life).map(|(_, event)| event);
+        let events: Vec<PrimaryEvent> = events.collect();
+        if !events.is_empty() {
+            self.feed_target(target, events);
         }
     }
 
@@ -199,7 +229,7 @@ impl World {
     fn send_held(&mut self, host: usize) {
         let there = &mut self.sharers.hosts[host];
         let Some(link) = &mut there.link else { return };
-        let target = link.target.0;
+        let target = link.target;
         let mut events = Vec::new();
         for held in &there.held {
             if link.sent.contains(&held.tag) {
@@ -219,9 +249,7 @@ impl World {
             link.sent.push(held.tag);
             events.push(PrimaryEvent::Submit(request));
         }
-        if !events.is_empty() {
-            self.feed_target(target, events);
-        }
+        self.to_inbox(target, events);
     }
 
     fn connect_later(&mut self, host: usize) {
@@ -238,6 +266,8 @@ impl World {
         let Some(attachment) = self.sharers.hosts[host].attachment else { return };
         let runs = self.targets[target].process.is_some() && !self.targets[target].paused;
         if !runs || !self.sharers.granted[target].contains(&attachment) {
+            // An assignment reaches a target that has become the owner again.
+            self.schedule.after(MILLISECOND, Event::Sharer(SharerEvent::Grant));
             return self.connect_later(host);
         }
         let shown = self.sharers.hosts[host].numbers.shown();
@@ -259,9 +289,7 @@ impl World {
             format!("sharer {host} connects to target {target} as {client:?}, begins: {begins}")
         });
         self.sharers.hosts[host].link = Some(link);
-        if !events.is_empty() {
-            self.feed_target(target, events);
-        }
+        self.to_inbox((target, life), events);
         self.send_held(host);
     }
 
@@ -283,8 +311,8 @@ impl World {
         self.trace.line(self.schedule.now(), || format!("sharer {host} loses target {target}"));
         let there = &self.targets[target];
         if there.process.is_some() && there.life == life {
-            if self.sharers.random.percent(50) && !there.paused {
-                self.feed_target(target, ends_at_target(link));
+            if self.sharers.random.percent(50) {
+                self.to_inbox((target, life), ends_at_target(link));
             } else {
                 self.sharers.left.insert(link.number, link);
             }
