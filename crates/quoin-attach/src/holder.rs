@@ -80,7 +80,7 @@ enum HolderReply {
     Done {},
 }
 
-/// What outlives the daemon of a volume.
+/// Memory of a volume that outlives its daemon.
 #[derive(Debug)]
 pub struct Kept {
     /// The kernel's side of its file.

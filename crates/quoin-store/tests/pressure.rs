@@ -846,7 +846,10 @@ fn a_pool_whose_metadata_ring_is_full_says_so_and_takes_replicas_again_after_a_d
     };
     assert_eq!(refusal, StoreError::RingFull);
     assert!(refusal.is_lack_of_room() && refusal.to_string().contains("metadata ring"));
-    let small = |n: u128| identity(ReplicaGuid(1 << 64 | n));
+    let small = |n: u128| ReplicaIdentity {
+        volume_spec: Bytes::new(),
+        ..identity(ReplicaGuid(1 << 64 | n))
+    };
     let refused = (0..100).find_map(|n| pool.create(small(n), ReplicaMeta::default(), 64).err());
     assert_eq!(refused, Some(StoreError::RingFull));
     assert!(pool.is_ring_full(), "{made} replicas and a few more");

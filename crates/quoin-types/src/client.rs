@@ -90,7 +90,7 @@ impl Part {
 pub struct Executed {
     /// LSN of its last entry.
     pub lsn: Lsn,
-    /// The block behind that entry's: a repeat goes on there if it is not whole.
+    /// The block behind that entry's, where a repeat goes on; 0 if it is whole.
     pub end: u64,
     pub is_whole: bool,
 }
@@ -102,7 +102,7 @@ pub struct ClientRow {
     pub executed: BTreeMap<u64, Executed>,
 }
 
-/// What a request is, by the table.
+/// Verdict of the table on a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Judged {
     /// It has not taken effect, but below this block.
@@ -163,7 +163,8 @@ impl ClientTable {
         if origin.number < row.low || origin.number - row.low >= CLIENT_WINDOW {
             return;
         }
-        row.executed.insert(origin.number, Executed { lsn, end: *end, is_whole: *is_last });
+        let (end, is_whole) = (if *is_last { 0 } else { *end }, *is_last);
+        row.executed.insert(origin.number, Executed { lsn, end, is_whole });
     }
 
     pub fn judge(&self, origin: &Origin) -> Judged {
@@ -187,7 +188,8 @@ impl ClientTable {
     /// | 16 | of each: id |
     /// | 8 | lowest number without an answer |
     /// | 4 | requests that took effect |
-    /// | 25 | of each: number (8), LSN (8), block behind it (8), 1 if it is whole (1) |
+    /// | 11 | of each: number above the lowest (2), LSN (8), 1 if it is whole (1) |
+    /// | 8 | of one that is not whole: the block behind it |
     pub fn encode(&self, out: &mut BytesMut) {
         out.put_count(self.rows.len());
         for (client, row) in &self.rows {
@@ -195,10 +197,12 @@ impl ClientTable {
             out.put_u64_le(row.low);
             out.put_count(row.executed.len());
             for (number, executed) in &row.executed {
-                out.put_u64_le(*number);
+                out.put_u16_le((number - row.low) as u16);
                 out.put_u64_le(executed.lsn.0);
-                out.put_u64_le(executed.end);
                 out.put_flag(executed.is_whole);
+                if !executed.is_whole {
+                    out.put_u64_le(executed.end);
+                }
             }
         }
     }
@@ -213,14 +217,16 @@ impl ClientTable {
         for _ in 0..count {
             let client = ClientId(r.u128(WHAT)?);
             let mut row = ClientRow { low: r.u64(WHAT)?, executed: BTreeMap::new() };
-            for _ in 0..r.count(25, WHAT)? {
-                let number = r.u64(WHAT)?;
-                let lsn = Lsn(r.u64(WHAT)?);
-                let executed = Executed { lsn, end: r.u64(WHAT)?, is_whole: r.bool(WHAT)? };
-                let is_in_window = number
-                    .checked_sub(row.low)
-                    .is_some_and(|above| above < CLIENT_WINDOW && number <= NUMBER_MAX);
-                if !is_in_window || row.executed.insert(number, executed).is_some() {
+            if row.low > NUMBER_MAX {
+                return Err(Malformed(WHAT));
+            }
+            for _ in 0..r.count(11, WHAT)? {
+                let above = u64::from(r.u16(WHAT)?);
+                let (lsn, is_whole) = (Lsn(r.u64(WHAT)?), r.bool(WHAT)?);
+                let end = if is_whole { 0 } else { r.u64(WHAT)? };
+                let executed = Executed { lsn, end, is_whole };
+                let is_known = row.executed.insert(row.low + above, executed).is_some();
+                if above >= CLIENT_WINDOW || is_known {
                     return Err(Malformed(WHAT));
                 }
             }
@@ -296,28 +302,27 @@ mod tests {
 
     #[test]
     fn a_table_out_of_its_limits_is_malformed() {
-        let encoded = |clients: &[(u128, u64, &[u64])]| {
+        let encoded = |clients: &[(u128, u64, &[u16])]| {
             let mut out = BytesMut::new();
             out.put_count(clients.len());
             for (client, low, numbers) in clients {
                 out.put_u128_le(*client);
                 out.put_u64_le(*low);
                 out.put_count(numbers.len());
-                for number in *numbers {
-                    out.put_u64_le(*number);
+                for above in *numbers {
+                    out.put_u16_le(*above);
                     out.put_u64_le(9);
-                    out.put_u64_le(1);
                     out.put_u8(1);
                 }
             }
             ClientTable::decode(&mut Reader::new(out.freeze())).is_ok()
         };
-        assert!(encoded(&[(1, 5, &[5, 6]), (2, 0, &[])]));
-        assert!(!encoded(&[(1, 5, &[4])]), "below the window");
-        assert!(!encoded(&[(1, 5, &[5 + CLIENT_WINDOW])]), "above the window");
-        assert!(!encoded(&[(1, 5, &[6, 6])]), "twice");
+        assert!(encoded(&[(1, 5, &[0, 1]), (2, 0, &[])]));
+        assert!(!encoded(&[(1, u64::MAX, &[])]), "more numbers than there may be");
+        assert!(!encoded(&[(1, 5, &[CLIENT_WINDOW as u16])]), "above the window");
+        assert!(!encoded(&[(1, 5, &[1, 1])]), "twice");
         assert!(!encoded(&[(1, 5, &[]), (1, 6, &[])]), "a client twice");
-        let many: Vec<(u128, u64, &[u64])> = (0..17).map(|id| (id, 0, &[] as &[u64])).collect();
+        let many: Vec<(u128, u64, &[u16])> = (0..17).map(|id| (id, 0, &[] as &[u16])).collect();
         assert!(!encoded(&many), "more clients than there may be");
     }
 }

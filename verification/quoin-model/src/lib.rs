@@ -14,11 +14,13 @@
 //! | [`explore`] | search, traces, walks |
 //! | [`terms`] | two controllers: a model of its own |
 //! | [`points`] | points over several volumes: a model of its own |
+//! | [`clients`] | clients of a shared volume that send again: a model of its own |
 //!
 //! `docs/proof.md` states which steps are merged, and why that hides nothing.
 
 pub mod bounds;
 mod change;
+pub mod clients;
 pub mod explore;
 mod faults;
 mod frontier;

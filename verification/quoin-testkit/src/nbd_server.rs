@@ -126,7 +126,7 @@ pub struct ServerOptions {
     pub policy: TlsPolicy,
     /// Which use of the volume this is.
     pub since_epoch: u64,
-    /// Whether its clients number their requests.
+    /// Numbering that the server asks of its clients.
     pub numbering: Numbering,
     /// Every n-th batch of replies is swallowed and the connection cut; 0: never.
     pub cut_every: u64,

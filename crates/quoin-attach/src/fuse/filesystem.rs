@@ -275,7 +275,7 @@ impl Filesystem {
         match end.checked_sub(offset) {
             None | Some(0) => Ok(Outcome::Answer(answer(unique, Body::default()))),
             Some(left) => {
-                // What was done before must not be done again: another host may have written there.
+                // Pieces that were done before must not be done again: another host may have written there.
                 let done = self.reached.remove(&(unique & !RESENT));
                 let done = done.and_then(|at| at.checked_sub(offset)).filter(|done| *done < left);
                 let done = done.unwrap_or(0);

@@ -331,7 +331,7 @@ impl Link {
         if let State::Up(pipe) | State::Closing { pipe, .. } =
             std::mem::replace(&mut self.state, next)
         {
-            // What waits was submitted later, and is numbered later.
+            // Requests that wait were submitted later, and are numbered later.
             for request in std::mem::take(&mut self.waiting).into_iter().rev() {
                 self.held.push_front(request);
             }

@@ -33,7 +33,7 @@ impl Primary {
             return self.refuse(token, error, actions);
         }
         let need = Need::of(&request.operation);
-        // What took effect needs no room.
+        // A request that took effect needs no room.
         if need.what == Takes::Nothing || self.judge_repeat(&request).is_err() {
             return self.execute(now, request);
         }
@@ -372,7 +372,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// What the entry is of a request that ends before this block.
+    /// The part of the request that an entry is which ends before this block.
     fn part(&self, end: u64) -> Option<Part> {
         let is_last = end == self.end && !self.has_rest;
         self.origin.map(|origin| Part { origin, end, is_last })

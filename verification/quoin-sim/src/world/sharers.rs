@@ -100,7 +100,7 @@ pub(crate) struct Sharers {
     connections_made: u64,
     /// Connections that their hosts have given up and their targets have not: by number.
     left: BTreeMap<u64, Link>,
-    /// What each target's process receives next, in this order: the life that it is for.
+    /// Events that each target's process receives next, in this order, with the life that they are for.
     inbox: [VecDeque<(u32, PrimaryEvent)>; 2],
     /// Of the answers, how many of a hundred break their connection and do not arrive.
     answers_lost: u64,
@@ -175,7 +175,7 @@ impl World {
         }
     }
 
-    /// What a target that starts is told of the hosts, if the volume is shared.
+    /// The grant of the hosts for a target that starts, if the volume is shared.
     pub(super) fn grant_to_new_target(&mut self, target: usize) -> Option<PrimaryEvent> {
         self.sharers.granted[target] = self.sharers.attachments();
         let attachments = self.sharers.granted[target].clone();
@@ -449,7 +449,7 @@ impl World {
     }
 }
 
-/// What a target's process does when a connection ends.
+/// Events by which a target's process ends a connection.
 fn ends_at_target(link: Link) -> Vec<PrimaryEvent> {
     let abandoned = PrimaryEvent::Abandon(link.tokens());
     let forgotten = PrimaryEvent::ForgetClient { client: link.client };
