@@ -59,6 +59,8 @@ struct Request {
     client: u8,
     number: u8,
     low: u8,
+    /// Which of the repeats it is; 0: the first one.
+    copy: u8,
 }
 
 /// Verdict of the table on a request.
@@ -146,7 +148,7 @@ impl World {
     }
 
     fn judge(&self, state: &State, request: Request) -> Judged {
-        let Request { client, number, low } = request;
+        let Request { client, number, low, .. } = request;
         if !state.has_row(client) && !self.is(Broken::UsedAfterEnd) {
             return Judged::NoClient;
         }
@@ -232,7 +234,8 @@ impl World {
             after.sent[client] |= bit;
             after.repeats += u8::from(is_repeat);
             let low = state.low(client);
-            after.waiting.insert(Request { client: client as u8, number, low });
+            let copy = if is_repeat { after.repeats } else { 0 };
+            after.waiting.insert(Request { client: client as u8, number, low, copy });
             next.push((format!("client {client} sends request {number}, low {low}"), after, None));
         }
     }
@@ -248,7 +251,7 @@ impl World {
     }
 
     fn execute(&self, state: &State, request: Request, next: &mut Vec<Next>) {
-        let Request { client, number, low } = request;
+        let Request { client, number, low, .. } = request;
         let name = format!("request {number} of client {client}");
         let mut after = state.clone();
         match self.judge(state, request) {
@@ -326,9 +329,9 @@ impl World {
                 let lost = (0..CLIENTS as u8).any(|client| {
                     let answered = state.answered[usize::from(client)];
                     let numbers = 0..REQUESTS[usize::from(client)].len() as u8;
-                    numbers
-                        .filter(|number| answered & 1 << number != 0)
-                        .any(|number| !Self::holds(&after.log, Request { client, number, low: 0 }))
+                    numbers.filter(|number| answered & 1 << number != 0).any(|number| {
+                        !Self::holds(&after.log, Request { client, number, low: 0, copy: 0 })
+                    })
                 });
                 let violation = lost.then_some("CommitSurvives");
                 let who = if is_same { "the same target" } else { "another target" };
