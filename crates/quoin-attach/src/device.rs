@@ -505,7 +505,8 @@ fn geometry(request: &AttachVolume) -> Geometry {
 }
 
 fn client_options(request: &AttachVolume) -> ClientOptions {
-    ClientOptions::new(Address::Unix(request.nbd_socket.clone()))
+    let read_only = request.read_only;
+    ClientOptions { read_only, ..ClientOptions::new(Address::Unix(request.nbd_socket.clone())) }
 }
 
 #[cfg(test)]

@@ -71,7 +71,7 @@ mod tests {
         first.begin(ClientId(7));
         first.has_begun();
         let key = RequestKey { key: 5, offset: 4096 };
-        assert_eq!(first.number(Some(key), false), Some(0));
+        assert_eq!(first.number(Some(key), None), Some(0));
         std::mem::forget(first);
         let mut second = register(&memory.try_clone().unwrap()).unwrap();
         assert_eq!((second.client(), second.resume(key)), (Some(ClientId(7)), Some(0)));

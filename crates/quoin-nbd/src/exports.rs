@@ -70,7 +70,7 @@ pub trait Exports: Send {
     /// before; 0: none.
     ///
     /// # Errors
-    /// [`Refused`]: the client is over.
+    /// [`Refused::Forbidden`]: the client is over, for good. [`Refused::Unknown`]: not now.
     fn client(&self, _name: &[u8], _shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
         Ok(None)
     }
@@ -114,7 +114,8 @@ impl Description {
 /// An attachment of a shared volume, whose clients number their changing requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Numbering {
-    /// Number of the attachment; 0: its clients do not number their requests.
+    /// Number of the attachment, higher than those of all before it; 0: its clients do not number
+    /// their requests.
     pub attachment: u64,
     /// Drawn for the connection, for a client that begins.
     pub random: u64,
@@ -124,7 +125,8 @@ impl Numbering {
     /// As [`Exports::client`].
     ///
     /// # Errors
-    /// [`Refused`]: the client is of another attachment.
+    /// [`Refused::Forbidden`]: the client is of a former attachment. [`Refused::Unknown`]: it is of
+    /// one that this server has not heard of.
     pub fn client(&self, shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
         match (self.attachment, shown) {
             (0, ClientId(0)) => Ok(None),
@@ -132,9 +134,10 @@ impl Numbering {
                 Ok(Some((ClientId::of_attachment(attachment, self.random), true)))
             }
             (attachment, shown) if shown.attachment() == attachment => Ok(Some((shown, false))),
-            _ => Err(Refused::Forbidden(
+            (attachment, shown) if shown.attachment() < attachment => Err(Refused::Forbidden(
                 "the attachment that this device was made for is over".to_owned(),
             )),
+            _ => Err(Refused::Unknown),
         }
     }
 }
@@ -192,6 +195,19 @@ impl Exports for DeviceInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_client_is_over_only_where_a_later_attachment_is_known() {
+        let of = |attachment| ClientId::of_attachment(attachment, 77);
+        let client = |attachment, shown| Numbering { attachment, random: 5 }.client(shown);
+        let begun = Some((ClientId::of_attachment(9, 5), true));
+        assert_eq!(client(9, ClientId(0)), Ok(begun));
+        assert_eq!(client(9, of(9)), Ok(Some((of(9), false))));
+        assert_eq!(client(0, ClientId(0)), Ok(None));
+        assert!(matches!(client(9, of(8)), Err(Refused::Forbidden(_))));
+        assert_eq!(client(9, of(10)), Err(Refused::Unknown), "the server is behind");
+        assert_eq!(client(0, of(9)), Err(Refused::Unknown));
+    }
 
     #[test]
     fn the_epoch_of_a_use_is_parsed_from_its_description_only() {

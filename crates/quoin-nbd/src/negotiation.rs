@@ -314,10 +314,13 @@ impl Negotiation {
             return refuse(output, code, reply::ERR_INVALID, "the option's lengths do not add up");
         };
         let shown = ClientId(u128::from_be_bytes(id));
-        let found =
-            exports.find(name).and_then(|device| Ok((device, exports.client(name, shown)?)));
-        match found {
-            Ok((device, Some((client, begins)))) if !device.read_only => {
+        let device = match exports.find(name) {
+            Ok(device) => device,
+            // The client tries again: an export that is not here now says nothing of the client.
+            Err(refused) => return refuse(output, code, reply::ERR_UNKNOWN, refused.reason()),
+        };
+        match exports.client(name, shown) {
+            Ok(Some((client, begins))) if !device.read_only => {
                 answer(output, code, reply::CLIENT, &client.0.to_be_bytes());
                 answer(output, code, reply::ACK, &[]);
                 self.client = Some((device.name, client, begins));

@@ -1,7 +1,7 @@
 //! Requests that clients of a shared volume send again take effect once (RepeatOnce).
 
 use bytes::Bytes;
-use quoin_replication::primary::{PrimaryEvent, PrimaryNote};
+use quoin_replication::primary::{LiveOptions, PrimaryEvent, PrimaryNote};
 use quoin_types::block::{BlockError, Operation, Reply, Request};
 use quoin_types::client::{CLIENT_WINDOW, CLIENTS_MAX};
 use quoin_types::message::{EpochEnd, FromReplica, OpenAck, Ping};
@@ -27,7 +27,10 @@ impl Hand {
     /// A volume that serves, with this table of clients.
     fn sharing(clients: &ClientTable) -> Self {
         let mut hand = Hand::new(config());
-        hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT, ATTACHMENT + 1] });
+        hand.on(PrimaryEvent::Clients {
+            attachments: vec![ATTACHMENT, ATTACHMENT + 1],
+            version: 1,
+        });
         hand.sent.clear();
         for id in 1..=3 {
             hand.answer(id, OpenAck { clients: clients.clone(), ..ack(TABLE.to_vec(), 10) });
@@ -143,7 +146,7 @@ fn the_next_target_knows_what_took_effect_and_goes_on_where_a_part_did() {
 #[test]
 fn replicas_tell_the_next_target_what_took_effect() {
     let mut cluster = Cluster::new(3, config());
-    let grant = || PrimaryEvent::Clients { attachments: vec![ATTACHMENT] };
+    let grant = || PrimaryEvent::Clients { attachments: vec![ATTACHMENT], version: 1 };
     let write = |token| {
         let data = Bytes::from(vec![7; BLOCK as usize]);
         let operation = Operation::Write { offset: 0, data, fua: false };
@@ -195,7 +198,7 @@ fn a_client_ends_with_its_attachment_or_by_another_one_and_its_requests_are_refu
     hand.numbered_write(2, 1, false);
     hand.reach_all();
     assert_eq!(hand.results(), [(2, Err(BlockError::NoClient))]);
-    hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT + 1] });
+    hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT + 1], version: 1 });
     assert_eq!(kinds(&hand)[4..], [end(second)]);
     hand.on(PrimaryEvent::BeginClient { client: client(3) });
     assert_eq!(kinds(&hand).len(), 5, "its attachment is over");
@@ -208,7 +211,7 @@ fn clients_begin_before_the_requests_that_waited_for_io_and_those_of_the_past_en
     let gone = ClientId::of_attachment(99, 1);
     clients.apply(Lsn(3), &EntryKind::BeginClient { client: gone }, None);
     let mut hand = Hand::new(config());
-    hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT] });
+    hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT], version: 1 });
     hand.on(PrimaryEvent::BeginClient { client: client(1) });
     hand.on(PrimaryEvent::BeginClient { client: client(2) });
     hand.on(PrimaryEvent::ForgetClient { client: client(2) });
@@ -229,7 +232,7 @@ fn clients_begin_before_the_requests_that_waited_for_io_and_those_of_the_past_en
 fn a_volume_has_no_more_clients_than_may_change_it_at_the_same_time() {
     let mut hand = Hand::new(config());
     let attachments: Vec<u64> = (0..=CLIENTS_MAX as u64).collect();
-    hand.on(PrimaryEvent::Clients { attachments: attachments.clone() });
+    hand.on(PrimaryEvent::Clients { attachments: attachments.clone(), version: 1 });
     hand.serve(&TABLE, 10);
     for attachment in &attachments {
         let client = ClientId::of_attachment(*attachment, 1);
@@ -259,4 +262,28 @@ fn a_target_that_opens_again_writes_what_was_lost_with_the_requests_that_it_is_o
     assert_eq!(again.iter().skip(1).map(of).collect::<Vec<_>>(), expected);
     hand.numbered_write(2, 0, false);
     assert_eq!(hand.entries_of(1).len(), again.len());
+}
+
+#[test]
+fn an_assignment_older_than_the_grant_neither_ends_nor_begins_a_client() {
+    let mut hand = Hand::sharing(&ClientTable::default());
+    hand.begin(1);
+    let kinds = |hand: &Hand| -> Vec<EntryKind> {
+        let entries = hand.entries_of(1).into_iter().map(|entry| entry.kind.clone());
+        entries.filter(|kind| !matches!(kind, EntryKind::View(_))).collect()
+    };
+    let begun = kinds(&hand);
+    // The record of now has another attachment, of which the target has not heard.
+    hand.on(PrimaryEvent::Options(LiveOptions::of(&config(), 5)));
+    hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT + 1], version: 4 });
+    assert_eq!(kinds(&hand), begun);
+    let other = ClientId::of_attachment(ATTACHMENT + 1, 7);
+    hand.on(PrimaryEvent::BeginClient { client: other });
+    assert!(hand.notes.contains(&PrimaryNote::ClientRefused { client: other }));
+    hand.on(PrimaryEvent::Clients { attachments: vec![ATTACHMENT, ATTACHMENT + 1], version: 5 });
+    hand.on(PrimaryEvent::Clients { attachments: vec![], version: 3 });
+    assert_eq!(kinds(&hand), begun, "what is older than the newest list changes nothing");
+    hand.on(PrimaryEvent::BeginClient { client: other });
+    let last = kinds(&hand).pop();
+    assert_eq!(last, Some(EntryKind::BeginClient { client: other }));
 }

@@ -262,6 +262,10 @@ fn hear(
         }
     }
     socket.set_nonblocking(true).map_err(failed)?;
+    // One that gave up meanwhile has another connection by now, which this one must not follow.
+    if matches!(socket.peek(&mut [0]), Ok(0)) {
+        return Err("it closed the connection".to_owned());
+    }
     let name = session.device().map(|device| device.name.clone()).unwrap_or_default();
     let learned = learned.lock().expect("never held across a panic").clone();
     let life = learned.until.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
@@ -367,7 +371,7 @@ impl Exports for PendingClient {
     }
 
     fn client(&self, name: &[u8], shown: ClientId) -> Result<Option<(ClientId, bool)>, Refused> {
-        let attachment = self.offered(name)?.map_or(0, |offered| offered.client);
+        let Offered { client: attachment, .. } = self.offered(name)?.ok_or(Refused::Unknown)?;
         Numbering { attachment, random: rand::random() }.client(shown)
     }
 

@@ -99,6 +99,7 @@ pub const ALL: &[Defect] = &[
     store("clients-left-out-of-the-checkpoint", Swarm::Sharers),
     core("client-not-ended", Swarm::Sharers),
     core("client-used-after-its-end", Swarm::Sharers),
+    core("clients-ended-by-an-older-assignment", Swarm::Sharers),
     core("cut-below-stable", Swarm::Damage).like("cut-below-stable"),
     core("stable-told-at-commit", Swarm::PowerCuts),
     core("swap-before-durable", Swarm::Replacements).like("swap-before-durable"),

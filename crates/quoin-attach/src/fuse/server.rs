@@ -440,9 +440,10 @@ impl VolumeLoop {
         loop {
             match outcome {
                 Outcome::Answer(answer) => {
-                    self.write(&answer);
+                    let is_taken = self.write(&answer);
                     // Not before: the kernel would send the request to the next process again.
-                    if let (Some(link), Some(answered)) = (&mut self.link, follows) {
+                    if let (Some(link), Some(answered), true) = (&mut self.link, follows, is_taken)
+                    {
                         link.release(answered);
                     }
                     return;
@@ -466,7 +467,8 @@ impl VolumeLoop {
         }
     }
 
-    fn write(&self, answer: &Answer) {
+    /// Returns true if the kernel has the answer, or wants none any more.
+    fn write(&self, answer: &Answer) -> bool {
         let joined: Vec<Bytes>;
         let data = if answer.data.len() < SLICES_MAX {
             &answer.data
@@ -480,9 +482,10 @@ impl VolumeLoop {
         match rustix::io::writev(&self.device, &slices) {
             // ENOENT: the request has no waiter any more. ENODEV: unmounted, which the next read
             // reports.
-            Ok(_) | Err(Errno::NOENT | Errno::NODEV) => {}
+            Ok(_) | Err(Errno::NOENT | Errno::NODEV) => true,
             Err(error) => {
                 tracing::error!(volume = %self.volume, %error, "the kernel refused an answer");
+                false
             }
         }
     }

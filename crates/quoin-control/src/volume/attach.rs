@@ -37,7 +37,7 @@ pub struct AttachmentRecord {
     pub sharing: Sharing,
     #[serde(default, skip_serializing_if = "Replay::is_none")]
     pub replay: Replay,
-    /// Names the attachment among all that the volume ever had, where others may be beside it; else
+    /// Names the attachment, where others may be beside it: higher than those of all before it; else
     /// 0. Requests of the node are numbered, and it ends with the attachment.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub client: u64,
@@ -105,13 +105,12 @@ impl Attachments {
             Some(Err(heard)) => (None, heard),
             None => (None, String::new()),
         };
-        let drawn = rand::random();
         let change = |volume: &mut VolumeRecord| {
             let taken_from = lost.as_ref().filter(|lost| take_over(volume, &lost.node));
             if taken_from.is_some() {
                 volume.fence(true, term)?;
             }
-            Ok((attach(volume, publish, term, drawn)?, taken_from.is_some()))
+            Ok((attach(volume, publish, term)?, taken_from.is_some()))
         };
         let (volume, (new, is_taken)) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::Busy(_)) => {
@@ -281,14 +280,7 @@ fn take_over(volume: &mut VolumeRecord, node: &str) -> bool {
 }
 
 /// Returns true where the attachment is new.
-///
-/// `drawn`: a random number for it.
-fn attach(
-    volume: &mut VolumeRecord,
-    publish: &Publish,
-    term: Term,
-    drawn: u64,
-) -> Result<bool, Error> {
+fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bool, Error> {
     match volume.phase {
         VolumePhase::Ready => {}
         VolumePhase::Pending => return Err(Error::Busy(String::new())),
@@ -304,7 +296,11 @@ fn attach(
         device: publish.device,
         sharing: publish.sharing,
         replay: replay::of_new(volume, publish.sharing, read_only && publish.replays),
-        client: if publish.sharing.is_exclusive() { 0 } else { drawn.max(1) },
+        // The version of the record that names it first.
+        client: match publish.sharing.is_exclusive() {
+            true => 0,
+            false => term.version_of(volume.generation + 1),
+        },
     };
     if let Some(has) = volume.attachments.iter_mut().find(|a| a.node == publish.node) {
         // A later request may add a device. A request without one does not remove it.
@@ -369,7 +365,7 @@ mod tests {
         let publish = Publish { node: "h2".to_owned(), ..Publish::default() };
         let attached = |holder: &str| {
             let mut volume = opened(holder);
-            assert!(attach(&mut volume, &publish, Term::default(), 1).unwrap());
+            assert!(attach(&mut volume, &publish, Term::default()).unwrap());
             (volume.opened.epoch, volume.grants.fenced, volume.used.since_of("h2"))
         };
         assert_eq!(attached("h2"), (7, 0, 7), "it goes on with the target that was lent to it");
@@ -378,7 +374,7 @@ mod tests {
         assert_eq!(attached(""), (8, 8, 9));
         let mut taken_back = opened("h1");
         taken_back.fence(false, Term::default()).unwrap();
-        attach(&mut taken_back, &publish, Term::default(), 1).unwrap();
+        attach(&mut taken_back, &publish, Term::default()).unwrap();
         assert_eq!((taken_back.opened.epoch, taken_back.used.since_of("h2")), (8, 9));
     }
 }

@@ -236,6 +236,10 @@ impl Negotiator<'_> {
             Err(refused) if refused.kind == reply::ERR_POLICY => {
                 Err(Failure::ClientOver(refused.text))
             }
+            // The volume is not there now, or the server has not heard of the attachment.
+            Err(refused) if refused.kind == reply::ERR_UNKNOWN => {
+                Err(protocol(format!("the server refused the export: {refused}")))
+            }
             // Other servers do not know the option.
             Err(_) => Ok(None),
             Ok(()) => Ok(client),

@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
+use quoin_types::ClientId;
 use quoin_types::block::Operation;
 
 use super::numbers::{Keyed, Numbers};
@@ -24,6 +25,11 @@ struct Held {
     token: u64,
     operation: Operation,
     keyed: Option<Keyed>,
+}
+
+/// The client to show to a server; `None`: its requests are not sent again, or change nothing.
+fn shown(options: &ClientOptions, numbers: &Numbers) -> Option<ClientId> {
+    (options.reconnect && !options.read_only).then(|| numbers.shown())
 }
 
 /// A link. Its owner bounds it: everything submitted is kept until it is answered.
@@ -64,7 +70,7 @@ impl Link {
     /// Connects with a register that outlives this process.
     pub fn connect_with(options: ClientOptions, register: Register) -> Result<Self, ClientError> {
         let numbers = Numbers::new(register);
-        let pipe = Pipe::negotiate(&options, options.reconnect.then_some(numbers.shown()))?;
+        let pipe = Pipe::negotiate(&options, shown(&options, &numbers))?;
         let pipe = pipe.hold_on_shutdown(options.reconnect);
         let mut link = Self::new(options, State::Failed, pipe.info(), numbers);
         link.take_up(pipe);
@@ -157,6 +163,10 @@ impl Link {
     /// The answer to a keyed request has arrived.
     pub fn release(&mut self, token: u64) {
         self.numbers.release(token);
+        // Nothing else may come from the server that would send what waits for a number.
+        if !self.waiting.is_empty() {
+            self.pass_waiting();
+        }
     }
 
     /// Offset of the piece at which the last process was, of each request by its key.
@@ -374,7 +384,7 @@ impl Link {
     }
 
     fn try_reconnect(&self) -> Result<Pipe, ClientError> {
-        let shown = Some(self.numbers.shown());
+        let shown = shown(&self.options, &self.numbers);
         let pipe = Pipe::negotiate(&self.options, shown)?.hold_on_shutdown(true);
         if !self.numbers.may_go_on(pipe.info().client) {
             let reason = "it does not number requests any more".to_owned();

@@ -59,6 +59,8 @@ pub struct ClientOptions {
     /// Set to hold IO and reconnect without a time limit, instead of failing it when the connection
     /// breaks.
     pub reconnect: bool,
+    /// Set for a client that changes nothing: it has no numbers where others number their requests.
+    pub read_only: bool,
     /// Time for the server to complete the negotiation.
     pub handshake_timeout: Duration,
 }
@@ -66,7 +68,8 @@ pub struct ClientOptions {
 impl ClientOptions {
     pub fn new(address: Address) -> Self {
         let handshake_timeout = Duration::from_secs(2);
-        Self { address, export: String::new(), reconnect: true, handshake_timeout }
+        let (export, reconnect, read_only) = (String::new(), true, false);
+        Self { address, export, reconnect, read_only, handshake_timeout }
     }
 }
 

@@ -72,7 +72,11 @@ impl Numbers {
         let number = match self.by_token.get(&token) {
             Some(numbered) => numbered.number,
             None if self.register.client().is_none() => return None,
-            None => self.register.number(keyed.map(|keyed| keyed.key), follows.is_some())?,
+            None => {
+                let before =
+                    follows.map(|token| self.by_token.get(&token).map_or(u64::MAX, |n| n.number));
+                self.register.number(keyed.map(|keyed| keyed.key), before)?
+            }
         };
         let is_keyed = keyed.is_some();
         self.by_token.entry(token).or_insert(Numbered { number, is_keyed });

@@ -150,12 +150,14 @@ impl Register {
         self.left.remove(&key)
     }
 
-    /// Numbers a request. `None`: too many have no answer. `is_further`: it is a further piece of one
-    /// that has a number.
-    pub fn number(&mut self, key: Option<RequestKey>, is_further: bool) -> Option<u64> {
-        let begun_max = if is_further { SLOTS } else { BEGUN_MAX };
-        let window = CLIENT_WINDOW - if is_further { 0 } else { CLIENT_WINDOW / 8 };
-        if self.outstanding.len() >= begun_max || self.next - self.low() >= window {
+    /// Numbers a request. `None`: too many have no answer. `follows`: the number of the piece before
+    /// it of one request, which is released next: it holds up no further piece.
+    pub fn number(&mut self, key: Option<RequestKey>, follows: Option<u64>) -> Option<u64> {
+        let begun_max = if follows.is_some() { SLOTS } else { BEGUN_MAX };
+        let window = CLIENT_WINDOW - if follows.is_some() { 0 } else { CLIENT_WINDOW / 8 };
+        let mut others = self.outstanding.keys().filter(|number| Some(**number) != follows);
+        let low = others.next().copied().unwrap_or(self.next);
+        if self.outstanding.len() >= begun_max || self.next - low >= window {
             return None;
         }
         let slot = self.free.pop()?;
@@ -234,7 +236,7 @@ mod tests {
         register.begin(ClientId(9));
         assert_eq!(register.client(), None, "it begins");
         register.has_begun();
-        let numbers = [1, 2, 3].map(|k| register.number(key(k, 0), false).unwrap());
+        let numbers = [1, 2, 3].map(|k| register.number(key(k, 0), None).unwrap());
         assert_eq!(numbers, [0, 1, 2]);
         register.release(0);
         assert_eq!(register.low(), 1);
@@ -244,7 +246,7 @@ mod tests {
         assert_eq!((register.client(), register.low()), (Some(ClientId(9)), 1));
         assert_eq!(register.resume(key(3, 0).unwrap()), Some(2), "sent again");
         assert_eq!(register.resume(key(3, 0).unwrap()), None);
-        assert_eq!(register.number(key(4, 0), false), Some(3), "a new one");
+        assert_eq!(register.number(key(4, 0), None), Some(3), "a new one");
         register.forget_left();
         assert_eq!(register.low(), 2, "the kernel had the answer of the other one");
     }
@@ -255,8 +257,8 @@ mod tests {
         let mut register = over(&memory);
         register.begin(ClientId(9));
         register.has_begun();
-        let first = register.number(key(7, 0), false).unwrap();
-        let second = register.number(key(7, 4096), true).unwrap();
+        let first = register.number(key(7, 0), None).unwrap();
+        let second = register.number(key(7, 4096), Some(first)).unwrap();
         let both = over(&memory).reached();
         assert_eq!(both[&7], 4096, "whether or not the first was released");
         register.release(first);
@@ -279,18 +281,20 @@ mod tests {
         let mut register = Register::of_process();
         register.begin(ClientId(9));
         register.has_begun();
-        let begun = (0..).map_while(|_| register.number(None, false)).count();
+        let begun = (0..).map_while(|_| register.number(None, None)).count();
         assert_eq!(begun, BEGUN_MAX);
-        assert!(register.number(None, true).is_some(), "what has begun goes on");
+        assert!(register.number(None, Some(7)).is_some(), "what has begun goes on");
         for number in 1..=BEGUN_MAX as u64 {
             register.release(number);
         }
-        while let Some(number) = register.number(None, true) {
+        while let Some(number) = register.number(None, Some(7)) {
             assert!(number < CLIENT_WINDOW, "the first one has no answer");
             register.release(number);
         }
+        let next = register.number(None, Some(0)).expect("it follows the one that holds up others");
+        assert_eq!(next, CLIENT_WINDOW);
         register.release(0);
         assert_eq!(register.low(), CLIENT_WINDOW);
-        assert!(register.number(None, false).is_some());
+        assert!(register.number(None, None).is_some());
     }
 }

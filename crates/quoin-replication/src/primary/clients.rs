@@ -16,9 +16,14 @@ use super::requests::Sequenced;
 #[derive(Default)]
 pub(super) struct Clients {
     /// Attachments whose clients may change the volume; `None`: not known yet.
-    granted: Option<Vec<u64>>,
+    granted: Option<Granted>,
     /// Clients that begin when IO starts.
     beginning: Vec<ClientId>,
+}
+
+struct Granted {
+    attachments: Vec<u64>,
+    version: u64,
 }
 
 /// Answer to a request that has no further effect.
@@ -31,11 +36,28 @@ pub(super) enum Repeated {
 
 impl Primary {
     /// Takes the attachments whose clients may change the volume; the clients of others end.
-    pub(super) fn grant_clients(&mut self, attachments: Vec<u64>) {
-        self.clients.granted = Some(attachments);
-        if self.phase == Phase::Serving {
-            self.end_clients();
+    pub(super) fn grant_clients(
+        &mut self,
+        attachments: Vec<u64>,
+        version: u64,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        if self.clients.granted.as_ref().is_some_and(|granted| version < granted.version) {
+            return;
         }
+        self.clients.granted = Some(Granted { attachments, version });
+        if self.phase == Phase::Serving {
+            self.clients_at_start(actions);
+        }
+    }
+
+    /// The attachments of now. `None`: another target may have begun clients since of attachments
+    /// that this one has not heard of; its epoch was granted by a newer record.
+    fn attachments(&self) -> Option<&[u64]> {
+        let granted = self.clients.granted.as_ref()?;
+        let is_of_now = granted.version >= self.options.version
+            || mutant::is("clients-ended-by-an-older-assignment");
+        is_of_now.then_some(&granted.attachments)
     }
 
     /// Begins a client before all of its requests.
@@ -59,7 +81,7 @@ impl Primary {
 
     /// Ends the clients of attachments that are not granted.
     fn end_clients(&mut self) {
-        let Some(granted) = &self.clients.granted else { return };
+        let Some(granted) = self.attachments() else { return };
         let is_over = |client: &ClientId| !granted.contains(&client.attachment());
         let over: Vec<ClientId> = self.history.clients.clients().filter(is_over).collect();
         for client in over {
@@ -74,10 +96,11 @@ impl Primary {
     }
 
     fn begin_clients(&mut self, actions: &mut Vec<PrimaryAction>) {
+        // None is granted where the attachments are not known: the host tries again.
+        let granted = self.attachments().map(<[u64]>::to_vec).unwrap_or_default();
         for client in std::mem::take(&mut self.clients.beginning) {
             let attachment = client.attachment();
-            let granted = self.clients.granted.as_ref();
-            let is_granted = granted.is_some_and(|granted| granted.contains(&attachment));
+            let is_granted = granted.contains(&attachment);
             if is_granted {
                 // Another instance of the node's attach follows.
                 let is_older = |other: &ClientId| other.attachment() == attachment;

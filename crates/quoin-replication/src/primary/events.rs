@@ -66,6 +66,8 @@ pub enum PrimaryEvent {
     /// others end.
     Clients {
         attachments: Vec<u64>,
+        /// Version of the record that names them, as that of [`LiveOptions`].
+        version: u64,
     },
     /// A client of such a host begins; its id was drawn at random. Its requests follow.
     BeginClient {

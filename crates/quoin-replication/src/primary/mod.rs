@@ -274,7 +274,9 @@ impl Primary {
             }
             PrimaryEvent::Submit(request) => self.submit(now, request, actions),
             PrimaryEvent::Abandon(tokens) => self.abandon(now, &tokens, actions),
-            PrimaryEvent::Clients { attachments } => self.grant_clients(attachments),
+            PrimaryEvent::Clients { attachments, version } => {
+                self.grant_clients(attachments, version, actions);
+            }
             PrimaryEvent::BeginClient { client } => self.begin_client(client, actions),
             PrimaryEvent::ForgetClient { client } => self.forget_client(client),
             PrimaryEvent::Resize { blocks } => {

@@ -43,7 +43,7 @@ impl LiveOptions {
 /// The version of the options, and what an earlier durability left behind.
 #[derive(Default)]
 pub(super) struct Options {
-    version: u64,
+    pub version: u64,
     /// Version that was in force when the newest one arrived.
     before: u64,
     /// Entries up to here may have been acknowledged or read at commit, under `cache`.

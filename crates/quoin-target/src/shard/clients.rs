@@ -69,6 +69,8 @@ pub(super) struct Export {
     clients: Vec<u64>,
     /// Number of this node's attachment, as in [`super::VolumeSetup`].
     pub(super) client: u64,
+    /// Version of the record that has it and the other nodes.
+    pub(super) version: u64,
     /// Other nodes that are let in.
     pub(super) sharers: Vec<Sharer>,
     tokens: Tokens,
@@ -82,7 +84,8 @@ impl Export {
         throttle: Option<(Throttle, u64)>,
     ) -> Self {
         let (clients, sharers, tokens) = (Vec::new(), Vec::new(), Tokens::default());
-        Self { info, since_epoch, listener, throttle, clients, client: 0, sharers, tokens }
+        let (client, version) = (0, 0);
+        Self { info, since_epoch, listener, throttle, clients, client, version, sharers, tokens }
     }
 
     /// The attachments whose clients may change the volume.
@@ -97,7 +100,7 @@ impl Export {
     }
 
     pub(super) fn grant(&self) -> PrimaryEvent {
-        PrimaryEvent::Clients { attachments: self.attachments().collect() }
+        PrimaryEvent::Clients { attachments: self.attachments().collect(), version: self.version }
     }
 
     pub(super) fn has_clients(&self) -> bool {
@@ -323,18 +326,33 @@ impl Shard {
     }
 
     /// Lets these other nodes use a volume, and no others.
-    pub(super) fn let_in(&mut self, now: Time, id: VolumeId, client: u64, sharers: Vec<Sharer>) {
+    ///
+    /// `version`: that of the record that names them.
+    pub(super) fn let_in(
+        &mut self,
+        now: Time,
+        id: VolumeId,
+        client: u64,
+        sharers: Vec<Sharer>,
+        version: u64,
+    ) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        if volume.export.sharers == sharers && volume.export.client == client {
+        let is_same = volume.export.sharers == sharers && volume.export.client == client;
+        if is_same && volume.export.version == version {
             return;
         }
-        volume.export.client = client;
+        let begins_to_number = volume.export.client == 0 && client != 0;
+        (volume.export.client, volume.export.version) = (client, version);
         volume.export.sharers.clone_from(&sharers);
         let grant = volume.export.grant();
         let is_let_in = |holder: &Holder, shares: &SharedUse| {
             sharers.iter().any(|sharer| lets_in(sharer, holder, shares))
         };
         self.end_sharers(id, |holder, shares| !is_let_in(holder, shares));
+        if begins_to_number {
+            // Connections of before have no numbers, and their changes are refused from here on.
+            self.end_own(id);
+        }
         self.event(now, id, grant);
     }
 
@@ -369,11 +387,10 @@ impl Shard {
     pub(super) fn refuse_client(&mut self, id: VolumeId, refused: ClientId) {
         let Some(volume) = self.volumes.get(&id) else { return };
         for key in volume.export.clients.clone() {
-            if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key)
-                && client.numbered == Some((refused, true))
-            {
-                client.ending = true;
-                self.client_dirty(key);
+            let Some(Slot::Client(client)) = self.sources.slots.get(&key) else { continue };
+            if client.numbered == Some((refused, true)) {
+                // At once: the flush behind its beginning must not be answered.
+                self.client_lost(key);
             }
         }
     }

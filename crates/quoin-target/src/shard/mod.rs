@@ -507,7 +507,7 @@ impl Shard {
         target.on(now, PrimaryEvent::Options(options), &mut self.actions);
         target.on(now, PrimaryEvent::KeepLease(self.keeps_leases), &mut self.actions);
         let mut export = Export::new(info, since_epoch, listener, throttle);
-        (export.client, export.sharers) = (client, sharers);
+        (export.client, export.sharers, export.version) = (client, sharers, options_version);
         target.on(now, export.grant(), &mut self.actions);
         let volume = Volume {
             target,
@@ -545,7 +545,7 @@ impl Shard {
         if writers_leave {
             self.end_own(id);
         }
-        self.let_in(now, id, update.client, update.sharers);
+        self.let_in(now, id, update.client, update.sharers, update.options.version);
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);

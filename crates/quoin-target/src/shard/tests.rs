@@ -218,7 +218,7 @@ fn connections_end_when_the_keys_that_opened_them_count_no_more_and_others_stay(
     ])));
     one_round(&mut shard);
     assert_eq!(connected(&shard), ["-", "own", "s"]);
-    shard.let_in(now(), VOLUME, 0, vec![sharer(&["s-next"])]);
+    shard.let_in(now(), VOLUME, 0, vec![sharer(&["s-next"])], 1);
     assert_eq!(connected(&shard), ["-", "own"]);
     // The former key does not come in again, nor does it end the connection of the next one.
     let _there = with_users(&mut shard, &[user(Role::Node, "n2", "s-next", Some(false))]);

@@ -64,7 +64,8 @@ impl World {
 
     /// The options that a target which starts opens with.
     pub(crate) fn recorded_options(&self) -> LiveOptions {
-        LiveOptions::of(&self.setup.config, self.operators.durability.version)
+        let version = self.operators.durability.version.max(self.sharers.version());
+        LiveOptions::of(&self.setup.config, version)
     }
 
     pub(crate) fn change_durability(&mut self) {

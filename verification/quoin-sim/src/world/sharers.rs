@@ -94,6 +94,10 @@ impl Host {
 pub(crate) struct Sharers {
     random: Random,
     hosts: Vec<Host>,
+    /// Version of the record: each change of an attachment makes another one.
+    version: u64,
+    /// Attachments of the version before.
+    before: Vec<u64>,
     /// Attachments that each target was told of.
     granted: [Vec<u64>; 2],
     attachments_made: u64,
@@ -129,6 +133,8 @@ impl Sharers {
         Self {
             random,
             hosts,
+            version: u64::from(count > 0),
+            before: Vec::new(),
             granted: Default::default(),
             attachments_made: count,
             connections_made: 0,
@@ -142,6 +148,11 @@ impl Sharers {
         !self.hosts.is_empty()
     }
 
+    /// 0: the volume is not shared.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
     fn attachments(&self) -> Vec<u64> {
         self.hosts.iter().filter_map(|host| host.attachment).collect()
     }
@@ -152,6 +163,14 @@ impl Sharers {
 }
 
 impl World {
+    /// The record is going to have another list.
+    fn attachments_change(&mut self) {
+        self.sharers.before = self.sharers.attachments();
+        self.sharers.version += 1;
+        let options = self.recorded_options();
+        self.control.set_options(options);
+    }
+
     pub(super) fn plan_sharers(&mut self) {
         if self.sharers.is_on() {
             for host in 0..self.sharers.hosts.len() {
@@ -177,9 +196,21 @@ impl World {
 
     /// The grant of the hosts for a target that starts, if the volume is shared.
     pub(super) fn grant_to_new_target(&mut self, target: usize) -> Option<PrimaryEvent> {
-        self.sharers.granted[target] = self.sharers.attachments();
-        let attachments = self.sharers.granted[target].clone();
-        self.sharers.is_on().then_some(PrimaryEvent::Clients { attachments })
+        if !self.sharers.is_on() {
+            return None;
+        }
+        let is_old = self.sharers.version > 1 && self.sharers.random.percent(40);
+        let (attachments, version) = match is_old {
+            // The assignment of before; its epoch is granted by the record of now.
+            true => (self.sharers.before.clone(), self.sharers.version - 1),
+            false => (self.sharers.attachments(), self.sharers.version),
+        };
+        if is_old {
+            let delay = self.sharers.random.between(1, 600) * MILLISECOND;
+            self.schedule.after(delay, Event::Sharer(SharerEvent::Grant));
+        }
+        self.sharers.granted[target].clone_from(&attachments);
+        Some(PrimaryEvent::Clients { attachments, version })
     }
 
     fn grant_sharers(&mut self, target: usize) {
@@ -187,7 +218,8 @@ impl World {
             let attachments = self.sharers.attachments();
             self.sharers.granted[target].clone_from(&attachments);
             let life = self.targets[target].life;
-            self.to_inbox((target, life), vec![PrimaryEvent::Clients { attachments }]);
+            let version = self.sharers.version;
+            self.to_inbox((target, life), vec![PrimaryEvent::Clients { attachments, version }]);
         } else {
             let delay = self.sharers.random.between(10, 200) * MILLISECOND;
             self.schedule.after(delay, Event::Sharer(SharerEvent::Grant));
@@ -417,6 +449,7 @@ impl World {
                 self.sharer_ends(host, attachment);
             }
             _ => {
+                self.attachments_change();
                 self.sharer_ends(host, None);
                 self.schedule.after(0, Event::Sharer(SharerEvent::Grant));
                 let delay = self.sharers.random.between(1, 800) * MILLISECOND;
@@ -441,6 +474,7 @@ impl World {
 
     fn sharer_attaches(&mut self, host: usize) {
         if self.sharers.hosts[host].attachment.is_none() {
+            self.attachments_change();
             self.sharers.attachments_made += 1;
             self.sharers.hosts[host].attachment = Some(self.sharers.attachments_made);
             self.schedule.after(0, Event::Sharer(SharerEvent::Grant));
