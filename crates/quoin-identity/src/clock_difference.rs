@@ -49,7 +49,8 @@ impl ClockDifference {
         }
     }
 
-    /// Returns what a request tells; `None`: nothing, or nothing that a call can have measured.
+    /// Returns the difference that a request reports; `None`: none, or none that a call can have
+    /// measured.
     #[must_use]
     pub fn shown(headers: &HeaderMap) -> Option<Self> {
         let (ahead, uncertain) = headers.get(DIFFERENCE)?.to_str().ok()?.split_once('/')?;

@@ -28,11 +28,11 @@ impl Refused {
 #[derive(Clone, Copy)]
 pub struct Proven<'a> {
     pub certificates: &'a [CertificateDer<'static>],
-    /// Secret of this connection, which both of its ends have, and nobody else.
+    /// Secret of this connection, which its two ends alone have.
     pub secret: [u8; 32],
 }
 
-/// Returns the secret of a connection, which both of its ends have, and nobody else.
+/// Returns the secret of a connection, which its two ends alone have.
 ///
 /// # Errors
 /// The handshake has not ended.

@@ -28,7 +28,7 @@ pub mod option {
     /// name of the export (length and bytes) and the id of the client, 16 bytes; 0: it has none yet.
     pub const CLIENT: u32 = u32::from_be_bytes(*b"QUO\x01");
     /// Of this project alone: 32 bytes by which a client proves that it has the key of an encrypted
-    /// volume. It is answered by ACK whatever they are, and tells nothing.
+    /// volume. It is answered by ACK whatever they are, and reveals nothing.
     pub const PROVE_KEY: u32 = u32::from_be_bytes(*b"QKEY");
 }
 

@@ -4,9 +4,9 @@
 //! threads of the runtime serve every volume of the host, so none of them may touch either: what
 //! does takes a [`DeviceThread`], and only [`DeviceCalls`] has one to give.
 //!
-//! Promises: a caller waits for a bounded time and is told what hangs since when; a call that hangs
-//! goes on behind its caller, and no other change of its volume begins before it has ended; a volume
-//! has at most two threads here, one that changes and one that looks.
+//! Promises: a caller waits for a bounded time and learns which call hangs since when; a call that
+//! hangs goes on behind its caller, and no other change of its volume begins before it has ended; a
+//! volume has at most two threads here, one that changes and one that looks.
 
 use std::collections::BTreeMap;
 use std::future::Future;

@@ -55,7 +55,7 @@ pub trait PoolFacts {
     ) -> Result<Scrubbed, StoreError>;
     /// Returns true if the pool can take little more; `was`: what it said last.
     fn is_short(&self, was: bool) -> bool;
-    /// Returns the grant to targets; `was`: the one that they were told last.
+    /// Returns the grant to targets; `was`: the one that they were sent last.
     fn room(&self, was: RoomGrant) -> RoomGrant;
     /// Looks whether the file system below the pool is short of room.
     fn look_below(&mut self) {}

@@ -760,7 +760,7 @@ fn a_read_that_never_ends_keeps_one_replica_from_its_background_work_and_no_othe
     let base = |volume: &mut Volume, guid| volume.pool.replica(guid).expect("it").state().base;
     assert!(base(&mut volume, other) > Lsn(0), "the other one's log is folded");
     let before = base(&mut volume, GUID);
-    // It answers late, which is for nobody.
+    // Its late answer has no receiver.
     for fetch in hung {
         let bytes = volume.bytes_of(fetch);
         volume.pool.fetched(fetch.id, bytes);

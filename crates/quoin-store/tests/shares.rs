@@ -49,7 +49,7 @@ impl Target {
     }
 }
 
-/// A pool that has just told its targets that it takes no more writes, and what it grants.
+/// A pool that has just refused its targets more writes, and what it grants.
 fn filled(replicas: u128) -> (MemoryDisk, Pool<MemoryDisk>, Vec<Target>, RoomGrant) {
     let (disk, mut pool) = new_pool(12 << 20);
     let mut targets = Vec::new();

@@ -24,7 +24,7 @@ pub struct User {
     pub shares: Option<SharedUse>,
 }
 
-/// Use of a volume by another node, as it was told when it came.
+/// Use of a volume by another node, as agreed when it connected.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SharedUse {
     pub read_only: bool,

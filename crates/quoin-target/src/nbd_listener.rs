@@ -299,7 +299,7 @@ struct Learned {
     standing: Standing,
     /// End of its certificate.
     until: Option<SystemTime>,
-    /// Secret that both ends of the connection have, and nobody else.
+    /// Secret that the two ends of the connection alone have.
     secret: Option<[u8; 32]>,
     /// Proof that it showed of a volume's key.
     proof: Option<[u8; 32]>,

@@ -2,7 +2,7 @@
 //!
 //! A certificate proves a role, a name and a key. Whether the name still belongs to that key, only the
 //! records say: its holder may have been removed, or another one may have joined under the name. So
-//! the controller tells this target the keys that count, and a holder with another key is refused,
+//! the controller sends this target the keys that count, and a holder with another key is refused,
 //! also one who is connected when that changes.
 
 use std::collections::HashSet;
@@ -42,7 +42,7 @@ impl std::fmt::Display for Holder {
 pub struct Openers(Arc<HashSet<Holder>>);
 
 impl Openers {
-    /// Reads what the controller tells.
+    /// Reads the controller's list.
     pub fn of(members: &[MemberKeys]) -> Self {
         let mut openers = HashSet::new();
         for member in members {
@@ -152,7 +152,7 @@ mod tests {
             (Role::Node, "n2", "m", &told, SHARES, SHARES),
             (Role::Pool, "n1", "n", &told, ROLE, ROLE),
             (Role::Controller, "n1", "n", &told, ROLE, ROLE),
-            // Before the controller has told who counts.
+            // Before the controller has sent the list.
             (Role::Admin, "ops", "a", &nobody, KEY, PORT),
             (Role::Node, "n1", "n", &nobody, KEY, PORT),
         ] {

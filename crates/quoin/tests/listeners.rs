@@ -66,7 +66,7 @@ const NO_MEMBER: &str = "no member by the key";
 const NOT_SHARED: &str = "may not use that volume";
 const BY_PORT: &str = "by this port";
 const NOT_FOR: &str = "only that node";
-/// A pool tells the reason in its log alone: no node, or nothing was granted to it.
+/// A pool has the reason in its log alone: no node, or nothing was granted to it.
 const NO_GRANT: &str = "refused the session";
 
 /// A caller, and what is said: by the controller (whether it may list volumes), by a pool to a session

@@ -197,7 +197,7 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     machine.ok(&format!("mount {copy} {at} && echo copy > {at}/file && umount {at}"));
     machine.ok("quoin volume attach-at-boot --run /run/quoin --timeout 60 my-db");
     assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
-    // Another mount there is told, and left alone.
+    // Another mount there is reported, and left alone.
     machine.ok(&format!("umount '/srv/my db' && mount {copy} '/srv/my db'"));
     let printed =
         machine.refused("quoin volume attach-at-boot --run /run/quoin --timeout 60 my-db");

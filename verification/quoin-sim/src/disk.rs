@@ -216,7 +216,7 @@ impl SimDisk {
         std::mem::take(&mut self.state().blocked_reads)
     }
 
-    /// A read that nobody waits for.
+    /// A read without a waiting caller.
     pub fn fetch_beside(&self, fetch: &Fetch) -> Result<Bytes, IoFault> {
         let before = self.state().blocked_reads;
         let read = self.fetch(fetch);

@@ -1,11 +1,12 @@
 //! Clients that record their calls and answers, and the check of these histories.
 //!
-//! Each block has one writer at a time, since the NBD client sends a request again when the target
-//! was restarted; any client reads. The histories of all blocks must be linearizable, by the
-//! checker that the simulator uses.
+//! On a volume of one host each block has one writer at a time, since the NBD client sends a request
+//! again when the target was restarted. On one that hosts share every client of every host writes
+//! any block: a request that is sent again takes effect once. Any client reads. The histories of all
+//! blocks must be linearizable, by the checker that the simulator uses.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -30,14 +31,15 @@ struct Block {
 }
 
 struct Shared {
-    client: Client,
+    /// One of each host.
+    clients: Vec<Client>,
     run: u64,
     clock: AtomicU64,
     tags: AtomicU32,
     stop: AtomicBool,
     blocks: Vec<Mutex<Block>>,
-    /// Held by the writer of a block.
-    writing: Vec<Mutex<()>>,
+    /// Held by each writer of a block, alone where the volume has one client.
+    writing: Vec<RwLock<()>>,
     slowest_us: AtomicU64,
     checked: AtomicU64,
     undecided: AtomicU64,
@@ -49,7 +51,7 @@ pub struct Clients {
     workers: Vec<JoinHandle<()>>,
 }
 
-/// Totals of the clients' work.
+/// Totals of the work of clients.
 #[derive(Debug, Default)]
 pub struct Judgement {
     pub checked: u64,
@@ -58,17 +60,21 @@ pub struct Judgement {
 }
 
 impl Clients {
-    pub fn start(socket: std::path::PathBuf, seed: u64) -> Result<Self> {
-        let client = Client::connect(ClientOptions::new(Address::Unix(socket)))?;
+    /// `sockets`: of the volume, one of each host that has it.
+    pub fn start(sockets: &[std::path::PathBuf], seed: u64) -> Result<Self> {
+        let connect = |socket: &std::path::PathBuf| {
+            Client::connect(ClientOptions::new(Address::Unix(socket.clone())))
+        };
+        let clients: Vec<Client> = sockets.iter().map(connect).collect::<Result<_, _>>()?;
         let block = || Mutex::new(Block { initial: ZERO, since: 0, ops: Vec::new() });
         let shared = Arc::new(Shared {
-            client,
+            clients,
             run: seed,
             clock: AtomicU64::new(1),
             tags: AtomicU32::new(1),
             stop: AtomicBool::new(false),
             blocks: (0..BLOCKS).map(|_| block()).collect(),
-            writing: (0..BLOCKS).map(|_| Mutex::new(())).collect(),
+            writing: (0..BLOCKS).map(|_| RwLock::new(())).collect(),
             slowest_us: AtomicU64::new(0),
             checked: AtomicU64::new(0),
             undecided: AtomicU64::new(0),
@@ -80,7 +86,7 @@ impl Clients {
                 std::thread::spawn(move || {
                     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ worker);
                     while !shared.stop.load(Ordering::SeqCst) {
-                        if let Err(error) = step(&shared, &mut rng) {
+                        if let Err(error) = step(&shared, worker, &mut rng) {
                             shared.report(format!("{error:#}"));
                             return;
                         }
@@ -127,8 +133,8 @@ impl Clients {
         }
         self.check()?;
         for block in 0..BLOCKS {
-            read(&self.shared, block)?;
-            judge(&self.shared, block, &mut lock(&self.shared.blocks[block as usize]))?;
+            read(&self.shared, 0, block)?;
+            judge(&self.shared, block, &lock(&self.shared.blocks[block as usize]))?;
         }
         Ok(Judgement {
             checked: self.checked(),
@@ -141,6 +147,10 @@ impl Clients {
 impl Shared {
     fn report(&self, wrong: String) {
         lock(&self.wrong).get_or_insert(wrong);
+    }
+
+    fn client(&self, worker: u64) -> &Client {
+        &self.clients[worker as usize % self.clients.len()]
     }
 
     fn now(&self) -> u64 {
@@ -158,19 +168,26 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-fn step(shared: &Shared, rng: &mut ChaCha8Rng) -> Result<()> {
+fn step(shared: &Shared, worker: u64, rng: &mut ChaCha8Rng) -> Result<()> {
     // A hot tenth gets half of the requests, so that writes meet reads.
     let block =
         if rng.random() { rng.random_range(0..BLOCKS / 10) } else { rng.random_range(0..BLOCKS) };
     match rng.random_range(0..100) {
-        0..2 => shared.client.flush().context("flush"),
-        2..55 => write(shared, rng, block),
-        _ => read(shared, block),
+        0..2 => shared.client(worker).flush().context("flush"),
+        2..55 => write(shared, worker, rng, block),
+        _ => read(shared, worker, block).map(drop),
     }
 }
 
-fn write(shared: &Shared, rng: &mut ChaCha8Rng, block: u64) -> Result<()> {
-    let Ok(_writer) = shared.writing[block as usize].try_lock() else { return Ok(()) };
+fn write(shared: &Shared, worker: u64, rng: &mut ChaCha8Rng, block: u64) -> Result<()> {
+    let writing = &shared.writing[block as usize];
+    let (alone, beside) = match shared.clients.len() {
+        1 => (writing.try_write().ok(), None),
+        _ => (None, writing.try_read().ok()),
+    };
+    if alone.is_none() && beside.is_none() {
+        return Ok(());
+    }
     let first = rng.random_range(0..SECTORS as u64);
     let (first, sectors) = match rng.random_range(0..4) {
         0 => (first, rng.random_range(1..=SECTORS as u64 - first)),
@@ -187,21 +204,31 @@ fn write(shared: &Shared, rng: &mut ChaCha8Rng, block: u64) -> Result<()> {
         block.ops.push(op);
         block.ops.len() - 1
     };
-    shared.client.write(sector * 512, data, rng.random_range(0..20) == 0).context("write")?;
+    let fua = rng.random_range(0..20) == 0;
+    shared.client(worker).write(sector * 512, data, fua).context("write")?;
     shared.answered(began);
     let answered = shared.now();
-    let mut history = lock(&shared.blocks[block as usize]);
-    history.ops[at].answered = answered;
-    if history.ops.len() > HISTORY_MAX {
-        judge_and_restart(shared, block, &mut history)?;
+    let is_long = {
+        let mut history = lock(&shared.blocks[block as usize]);
+        history.ops[at].answered = answered;
+        history.ops.len() > HISTORY_MAX
+    };
+    drop((alone, beside));
+    // Without any writer what a read shows is the content of the block.
+    if is_long && let Ok(_alone) = writing.try_write() {
+        let content = read(shared, worker, block)?;
+        let mut history = lock(&shared.blocks[block as usize]);
+        judge(shared, block, &history)?;
+        *history = Block { initial: content, since: shared.now(), ops: Vec::new() };
     }
     Ok(())
 }
 
-fn read(shared: &Shared, block: u64) -> Result<()> {
+/// Returns what the block showed.
+fn read(shared: &Shared, worker: u64, block: u64) -> Result<Tags> {
     let (invoked, began) = (shared.now(), Instant::now());
     let offset = block * BLOCK_SIZE as u64;
-    let data = shared.client.read(offset, BLOCK_SIZE as u32).context("read")?;
+    let data = shared.client(worker).read(offset, BLOCK_SIZE as u32).context("read")?;
     shared.answered(began);
     let answered = shared.now();
     let tags = match tags_of_block(shared.run, block, &data) {
@@ -214,10 +241,10 @@ fn read(shared: &Shared, block: u64) -> Result<()> {
     if invoked > history.since {
         history.ops.push(BlockOp { op, invoked, answered, act: Act::Read { mask: 0xff, tags } });
     }
-    Ok(())
+    Ok(tags)
 }
 
-fn judge(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
+fn judge(shared: &Shared, number: u64, block: &Block) -> Result<()> {
     match check(block.initial, &block.ops) {
         Verdict::Linearizable => Ok(()),
         Verdict::Undecided => {
@@ -228,22 +255,4 @@ fn judge(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
             bail!("not linearizable: {}", describe(number, block.initial, &block.ops, stuck))
         }
     }
-}
-
-/// Checks the history so far and begins anew from the block's present content: its one writer is
-/// the caller.
-fn judge_and_restart(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
-    judge(shared, number, block)?;
-    let mut content = block.initial;
-    for op in &block.ops {
-        if let Act::Write { mask, tag } = op.act {
-            for (i, sector) in content.iter_mut().enumerate() {
-                if mask & (1 << i) != 0 {
-                    *sector = tag;
-                }
-            }
-        }
-    }
-    *block = Block { initial: content, since: shared.now(), ops: Vec::new() };
-    Ok(())
 }

@@ -14,7 +14,7 @@ use crate::disk::SmallDisk;
 use crate::network::Network;
 
 pub const POOLS: [&str; 3] = ["pool-a", "pool-b", "pool-c"];
-pub const HOSTS: [&str; 5] = ["control", "pool-a", "pool-b", "pool-c", "node"];
+pub const HOSTS: [&str; 6] = ["control", "pool-a", "pool-b", "pool-c", "node", "sharer"];
 /// The pool that has a small disk of its own, where possible.
 const SMALL_DISK_POOL: &str = "pool-b";
 const POOL_CAPACITY: &str = "6GiB";
@@ -40,10 +40,11 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Makes a cluster and waits until its pools are online. `attach`: with block devices.
-    pub fn start(quoin: &Path, directory: &Path, attach: bool) -> Result<Self> {
+    /// Makes a cluster and waits until its pools are online. `attach`: with block devices. `shares`:
+    /// with the target of another node, where hosts have networks of their own.
+    pub fn start(quoin: &Path, directory: &Path, attach: bool, shares: bool) -> Result<Self> {
         let network = Network::make(&HOSTS)?;
-        for folder in ["run", "logs"] {
+        for folder in ["run", "sharer-run", "logs"] {
             std::fs::create_dir_all(directory.join(folder))?;
         }
         let mut cluster = Self {
@@ -125,6 +126,26 @@ impl Cluster {
                 &token,
             ],
         )?;
+        if shares && cluster.network.is_some() {
+            let token = cluster.token("node", "sharer")?;
+            cluster.add(
+                "sharer",
+                "sharer",
+                &[
+                    "target",
+                    "--state",
+                    &path("sharer"),
+                    "--run",
+                    &path("sharer-run"),
+                    "--controller",
+                    &controller,
+                    "--name",
+                    "sharer",
+                    "--join",
+                    &token,
+                ],
+            )?;
+        }
         // The node's process uses the identity that its target got by the token.
         let certificate = directory.join("node/cert.pem");
         cluster.wait("the target's identity", |_| Ok(certificate.exists()))?;
@@ -158,9 +179,10 @@ impl Cluster {
             let online = |pool: &Value| pool["state"] == "Online";
             Ok(pools.as_array().is_some_and(|p| p.iter().filter(|p| online(p)).count() == 3))
         })?;
-        cluster.wait("the node", |c| {
+        let expected = 1 + usize::from(cluster.has("sharer"));
+        cluster.wait("the nodes", |c| {
             let nodes = c.json(&["node", "list"])?;
-            Ok(nodes.as_array().is_some_and(|nodes| !nodes.is_empty()))
+            Ok(nodes.as_array().is_some_and(|nodes| nodes.len() == expected))
         })?;
         Ok(cluster)
     }
@@ -276,6 +298,17 @@ impl Cluster {
         small.map_or(&self.directory, |disk| &disk.mount).join(format!("{pool}.data"))
     }
 
+    /// Attaches a volume to the other node too, and returns the socket there.
+    pub fn share(&mut self, name: &str, id: &str) -> Result<PathBuf> {
+        let run = self.directory.join("sharer-run");
+        let at = run.display().to_string();
+        let attach = ["volume", "attach", name, "--share", "multi-writer", "--nbd"];
+        self.command(&[&attach[..], &["--node", "sharer", "--run", &at]].concat())?;
+        let socket = run.join(format!("nbd/{id}.sock"));
+        self.wait("the socket of the other node", |_| Ok(socket.exists()))?;
+        Ok(socket)
+    }
+
     /// Makes a volume, attaches it, and returns its id.
     pub fn volume(&self, name: &str, size: &str, how: &[&str]) -> Result<String> {
         self.command(&[
@@ -352,9 +385,17 @@ impl Cluster {
     /// Sends SIGTERM to all, front to back, and kills those that do not obey.
     pub fn stop(&mut self) {
         // The holder ends before attach, which would leave it devices in use.
-        for name in
-            ["agent", "holder", "attach", "target", "pool-a", "pool-b", "pool-c", "controller"]
-        {
+        for name in [
+            "agent",
+            "holder",
+            "attach",
+            "target",
+            "sharer",
+            "pool-a",
+            "pool-b",
+            "pool-c",
+            "controller",
+        ] {
             if self.has(name)
                 && let Err(error) = self.end(name, Signal::TERM)
             {

@@ -29,6 +29,9 @@ pub enum Fault {
     CutPool,
     CutController,
     CutTwoPools,
+    CutNode,
+    KillSharer,
+    CutSharer,
     FlappingLink,
     DelayedLink,
     FlipBytes,
@@ -36,7 +39,7 @@ pub enum Fault {
     RestartCleanly,
 }
 
-const ALL: [(Fault, u32); 15] = [
+const ALL: [(Fault, u32); 18] = [
     (Fault::KillPool, 4),
     (Fault::KillTarget, 3),
     (Fault::KillController, 2),
@@ -47,6 +50,9 @@ const ALL: [(Fault, u32); 15] = [
     (Fault::CutPool, 4),
     (Fault::CutController, 1),
     (Fault::CutTwoPools, 2),
+    (Fault::CutNode, 1),
+    (Fault::KillSharer, 3),
+    (Fault::CutSharer, 4),
     (Fault::FlappingLink, 2),
     (Fault::DelayedLink, 2),
     (Fault::FlipBytes, 3),
@@ -59,9 +65,11 @@ pub struct Injected(pub BTreeMap<Fault, u64>);
 
 /// Draws a fault that this machine can do, of `only` if that names any.
 pub fn draw(rng: &mut ChaCha8Rng, cluster: &Cluster, only: &[Fault]) -> Result<Fault> {
-    use Fault::{CutController, CutPool, CutTwoPools, DelayedLink, FillDisk, FlappingLink};
+    use Fault::{CutController, CutNode, CutPool, CutSharer, CutTwoPools, KillSharer};
+    use Fault::{DelayedLink, FillDisk, FlappingLink};
     let possible = |fault: Fault| match fault {
-        CutPool | CutController | CutTwoPools | FlappingLink => cluster.network.is_some(),
+        CutPool | CutController | CutTwoPools | CutNode | FlappingLink => cluster.network.is_some(),
+        KillSharer | CutSharer => cluster.has("sharer"),
         FillDisk => cluster.small_disk.is_some(),
         DelayedLink => cluster.network.as_ref().is_some_and(|network| network.delays),
         _ => true,
@@ -91,7 +99,8 @@ impl Injected {
             Fault::KillController => kill(cluster, &["controller"], lasts),
             Fault::KillTwoPools => kill(cluster, &[pool, other], lasts),
             Fault::KillAll => {
-                let all = ["controller", "target", "pool-a", "pool-b", "pool-c"];
+                let all = ["controller", "target", "sharer", "pool-a", "pool-b", "pool-c"];
+                let all: Vec<&str> = all.into_iter().filter(|name| cluster.has(name)).collect();
                 kill(cluster, &all, Duration::ZERO)
             }
             Fault::StopPool => stop(cluster, pool, lasts),
@@ -99,6 +108,9 @@ impl Injected {
             Fault::CutPool => cut(cluster, &[pool], lasts),
             Fault::CutController => cut(cluster, &["control"], lasts),
             Fault::CutTwoPools => cut(cluster, &[pool, other], lasts),
+            Fault::CutNode => cut(cluster, &["node"], lasts),
+            Fault::KillSharer => kill(cluster, &["sharer"], Duration::ZERO),
+            Fault::CutSharer => cut(cluster, &["sharer"], lasts),
             Fault::FlappingLink => {
                 for _ in 0..rng.random_range(3..12) {
                     cut(cluster, &[pool], Duration::from_millis(rng.random_range(20..400)))?;

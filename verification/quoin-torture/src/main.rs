@@ -1,11 +1,12 @@
 //! `quoin-torture`: the real binaries on hosts of their own, under continuous faults.
 //!
-//! Five hosts (network namespaces): the controller, three pools, and a node with its target and
-//! attach process. They have a raw volume whose clients record a history that is checked, and, as
-//! root with FUSE, an ext4 and an xfs file system on which fio writes and verifies and which are
-//! checked at each stop. Faults are drawn from a seed. The report has the faults, the checks, the
-//! longest turn of each pool's thread, the longest pause of a client, and the lost data (none, or
-//! the run fails).
+//! Hosts (network namespaces): the controller, three pools, and a node with its target and
+//! attach process; and, where hosts have networks of their own, a sixth with the target of another
+//! node. They have a raw volume whose clients record a history that is checked, another one that
+//! both nodes share and write, and, as root with FUSE, an ext4 and an xfs file system on which fio
+//! writes and verifies and which are checked at each stop. Faults are drawn from a seed. The report
+//! has the faults, the checks, the longest turn of each pool's thread, the longest pause of a
+//! client, and the lost data (none, or the run fails).
 //!
 //! With `--upgrade-from` the same cluster and clients run through upgrades and downgrades instead
 //! of faults. With `--hosts` another cluster has hosts that are lost and return ([`hosts`]).
@@ -125,7 +126,7 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     let older = options.upgrade_from.as_ref().map(|older| older.canonicalize());
     let older = older.transpose().context("--upgrade-from")?;
     let first = older.as_ref().unwrap_or(&quoin);
-    let mut cluster = Cluster::start(first, directory, files_possible)?;
+    let mut cluster = Cluster::start(first, directory, files_possible, older.is_none())?;
     match &cluster.network {
         None => println!("all on loopback (no root or no `ip`): links are not harmed"),
         Some(network) if !network.delays => println!("this kernel cannot delay packets (netem)"),
@@ -134,7 +135,14 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     let id = cluster.volume("raw", "64MiB", &["--nbd"])?;
     let socket = directory.join(format!("run/nbd/{id}.sock"));
     cluster.wait("the volume's socket", |_| Ok(socket.exists()))?;
-    let clients = Clients::start(socket, seed)?;
+    let mut clients = vec![Clients::start(&[socket], seed)?];
+    if cluster.has("sharer") {
+        let id = cluster.volume("shared", "16MiB", &["--nbd", "--share", "multi-writer"])?;
+        let socket = directory.join(format!("run/nbd/{id}.sock"));
+        cluster.wait("the shared volume's socket", |_| Ok(socket.exists()))?;
+        let other = cluster.share("shared", &id)?;
+        clients.push(Clients::start(&[socket, other], seed.wrapping_add(1))?);
+    }
     let mut files = Vec::new();
     if files_possible {
         files.push(Files::make(&cluster, "ext4", false)?);
@@ -144,7 +152,7 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     let done = match &older {
         Some(older) => {
             let forward_only = options.forward_only;
-            upgrade::run(&mut cluster, &clients, &mut files, older, &quoin, forward_only)
+            upgrade::run(&mut cluster, &clients[0], &mut files, older, &quoin, forward_only)
         }
         None => {
             let drawn = (&mut injected, &mut rng);
@@ -174,6 +182,11 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
             cluster.command(&["volume", "detach", name])?;
         }
     }
+    for node in ["sharer", "torture"] {
+        if cluster.has("sharer") {
+            cluster.command(&["volume", "detach", "shared", "--node", node])?;
+        }
+    }
     cluster.stop();
     Ok(())
 }
@@ -181,7 +194,7 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
 fn rounds(
     options: &Options,
     cluster: &mut Cluster,
-    clients: &Clients,
+    clients: &[Clients],
     files: &mut [Files],
     turns: &mut Turns,
     (injected, rng): (&mut Injected, &mut ChaCha8Rng),
@@ -195,10 +208,12 @@ fn rounds(
         println!(
             "[{:>6.1} s] {fault:?}; {} IOs checked",
             began.elapsed().as_secs_f64(),
-            clients.checked()
+            clients.iter().map(Clients::checked).sum::<u64>()
         );
         injected.inject(fault, cluster, rng)?;
-        clients.flows(FLOW_BUDGET).with_context(|| format!("after {fault:?}"))?;
+        for of_volume in clients {
+            of_volume.flows(FLOW_BUDGET).with_context(|| format!("after {fault:?}"))?;
+        }
         // Sometimes the next fault is injected before the cluster has healed from this one.
         if rng.random_range(0..3) != 0 {
             heal(cluster, clients)?;
@@ -212,19 +227,30 @@ fn rounds(
     Ok(())
 }
 
-fn heal(cluster: &mut Cluster, clients: &Clients) -> Result<()> {
+fn heal(cluster: &mut Cluster, clients: &[Clients]) -> Result<()> {
     let healed = cluster.wait_for("all replicas in sync", HEAL_BUDGET, |cluster| {
-        clients.check()?;
+        clients.iter().try_for_each(Clients::check)?;
         let behind = cluster.unhealed()?;
         if behind.is_empty() { Ok(true) } else { bail!("{behind}") }
     });
-    clients.check()?;
+    clients.iter().try_for_each(Clients::check)?;
     healed
 }
 
-fn end(cluster: &mut Cluster, clients: Clients, files: &mut [Files]) -> Result<client::Judgement> {
+fn end(
+    cluster: &mut Cluster,
+    clients: Vec<Clients>,
+    files: &mut [Files],
+) -> Result<client::Judgement> {
     println!("now nothing more is done: everything must heal, be whole and agree");
     heal(cluster, &clients)?;
     files.iter_mut().try_for_each(Files::check)?;
-    clients.finish()
+    let mut all = client::Judgement::default();
+    for of_volume in clients {
+        let one = of_volume.finish()?;
+        all.checked += one.checked;
+        all.undecided += one.undecided;
+        all.longest_pause = all.longest_pause.max(one.longest_pause);
+    }
+    Ok(all)
 }

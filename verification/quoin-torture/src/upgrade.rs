@@ -89,13 +89,13 @@ fn mixture(
         make_and_delete(cluster)
             .with_context(|| format!("with the {} one's commands", version.name))?;
     }
-    heal(cluster, clients)?;
+    heal(cluster, std::slice::from_ref(clients))?;
     // Pools, target and controller of both versions are running.
     if step != 3 {
         return Ok("");
     }
     make_a_replica_anew(cluster)?;
-    heal(cluster, clients)?;
+    heal(cluster, std::slice::from_ref(clients))?;
     clients.flows(FLOW_BUDGET)?;
     Ok(", a replica made anew")
 }

@@ -1,6 +1,6 @@
 //! Assignments of pools and nodes: whole, as they are at a moment, and in part, as they change.
 //!
-//! A stream tells its member the whole assignment first, and then only what changed: the cost of a
+//! A stream sends its member the whole assignment first, and then only changes: the cost of a
 //! change, for the controller and on the wire, does not grow with the number of volumes.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -38,7 +38,7 @@ impl Sight {
     }
 }
 
-/// A caller that no transport has named is nobody.
+/// A caller without a name from its transport has no rights.
 fn named(extensions: &Extensions) -> Caller {
     extensions.get::<Caller>().cloned().unwrap_or(Caller::Newcomer)
 }

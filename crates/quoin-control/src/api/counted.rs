@@ -5,7 +5,7 @@
 //! bytes pass by, before anything is decoded; nothing is kept but the position.
 //!
 //! A message's bytes are taken from its caller's budget as its length is known, and a message that does
-//! not come whole in time is refused: a body that was begun costs nobody anything for long.
+//! not come whole in time is refused: a body that was begun holds no memory for long.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};

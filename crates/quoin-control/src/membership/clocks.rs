@@ -1,7 +1,7 @@
 //! Clocks of members that differ from the controller's.
 //!
-//! Members measure the difference with each call and tell it with the next one. It is shown and told of,
-//! and decides nothing.
+//! Members measure the difference with each call and report it with the next one. It is shown and
+//! reported, and decides nothing.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,9 +13,9 @@ use quoin_identity::{ClockDifference, Peer, Role};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 
-/// Clocks that are further apart are told of.
+/// Clocks that are further apart are reported.
 const DIFFERS: Duration = Duration::from_secs(5);
-/// A difference that was told longer ago says nothing of the present.
+/// A difference that was reported longer ago says nothing of the present.
 const LASTS: Duration = Duration::from_secs(300);
 
 fn key(role: Role, name: &str) -> String {
@@ -42,7 +42,7 @@ struct Told {
     name: String,
     difference: ClockDifference,
     at: Instant,
-    /// An event told that it differs.
+    /// An event has reported that it differs.
     differs: bool,
 }
 
@@ -62,7 +62,7 @@ impl Clocks {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in the difference that a member told with a request.
+    /// Takes in the difference that a member reported with a request.
     pub(crate) fn heard(&self, peer: &Peer, difference: ClockDifference) {
         if !matches!(peer.role, Role::Pool | Role::Node) {
             return;

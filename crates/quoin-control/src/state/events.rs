@@ -3,9 +3,9 @@
 //! Events outlive the controller but do not need a durable commit each: they are written in the
 //! background, so a crash may lose the events of the last second.
 //!
-//! Events that a member tells or causes have a list of their own, of which no member keeps more than its
-//! share: whatever members say, the controller's own events (an admin was removed, a token was made)
-//! stay, and so do those of the other members.
+//! Events that a member reports or causes have a list of their own, of which no member keeps more
+//! than its share: whatever members say, the controller's own events (an admin was removed, a token
+//! was made) stay, and so do those of the other members.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -24,10 +24,10 @@ use crate::time::{now_ms, timestamp};
 pub const EVENTS_MAX: usize = 2048;
 /// Most events of members, together. The oldest of the member with the most is removed first.
 pub const MEMBERS_EVENTS_MAX: usize = 1024;
-/// Events that a member tells at a time, and how long one takes to be free again.
+/// Events that a member reports at a time, and how long one takes to be free again.
 const TOLD_MAX: u32 = 128;
 const TOLD_EVERY: Duration = Duration::from_secs(1);
-/// Members of which is remembered how many they told lately.
+/// Members whose number of recent events is remembered.
 const TELLERS_MAX: usize = 4096;
 const MESSAGE_BYTES_MAX: usize = 1024;
 /// Time within which a repeat counts with the former event.
@@ -131,7 +131,8 @@ impl Events {
         self.record_of("", severity, about, reason, message);
     }
 
-    /// Records what a member tells. Of one that tells too many they are dropped, which is told once.
+    /// Records the events that a member reports. Those above its limit are dropped, with one event
+    /// that says so.
     pub fn record_told(
         &self,
         reporter: &str,
@@ -257,7 +258,7 @@ fn about_reporter(reporter: &str) -> Object {
     Object::new(kind, name, name)
 }
 
-/// Outcome for an event that a member tells.
+/// Outcome for an event that a member reports.
 enum Allowed {
     Yes,
     /// The first that is dropped.
@@ -284,7 +285,7 @@ impl Ring {
         }
         if known.left > 0 {
             known.left -= 1;
-            // Told again only after it had been quiet.
+            // Reported again only after it had been quiet.
             known.is_over &= known.left < TOLD_MAX / 2;
             return Allowed::Yes;
         }
@@ -423,7 +424,7 @@ mod tests {
         let list = events.after(0);
         let of = |reason: &str| list.iter().filter(|event| event.reason == reason).count();
         assert_eq!((of("AdminRemoved"), of("DiskSlow"), of("EventsDropped")), (1, 1, 1));
-        // Few are told; the ones that are caused take what the other members leave.
+        // Few are reported; the ones that are caused take what the other members leave.
         assert!(of("Flood") <= TOLD_MAX as usize + 60, "{}", of("Flood"));
         assert_eq!(list.len(), 1 + MEMBERS_EVENTS_MAX);
         // The same after a restart.

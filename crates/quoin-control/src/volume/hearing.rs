@@ -54,7 +54,7 @@ pub(crate) struct Silence {
 /// it.
 ///
 /// # Errors
-/// Names the pools that heard of it, or says why that cannot be told.
+/// Names the pools that heard of it, or says why they are not known.
 pub(crate) fn check_silent(
     state: &State,
     volume: &VolumeRecord,

@@ -6,7 +6,7 @@
 //! system meanwhile; if that node leaves before, the next one takes its place.
 //!
 //! A node that does not say so within [`REPLAY_MAX`] writes no more: its leave goes to the next one, and
-//! it is told so when it asks. The time begins anew with a start of the controller.
+//! it gets that answer to its call. The time begins anew with a start of the controller.
 
 use std::time::Duration;
 
@@ -215,7 +215,7 @@ mod tests {
         assert_eq!((shares(&record), due(&record)), (vec![Replay::Late; 2], None));
         let late = confirm(&mut record, "h2").unwrap_err().to_string();
         assert!(late.contains("300 s") && late.contains("detach it there"), "{late}");
-        // Nobody has it mounted: a node that comes now may try.
+        // No node has it mounted: one that comes now may try.
         assert_eq!(of_new(&record, Sharing::ReadOnly, true), Replay::Due);
         record.attachments[1].replay = Replay::Due;
         assert!(confirm(&mut record, "h2").unwrap());

@@ -465,7 +465,7 @@ async fn what_a_pool_cannot_make_of_a_clone_any_more_is_rebuilt_elsewhere_and_th
     assert_eq!((membership.rf, membership.cf, membership.drf), (2, 2, 3), "p4 is to be rebuilt");
     assert!(membership.known.iter().all(|member| Some(member.guid) != lost.map(|r| r.guid)));
     assert!(cluster.reasons().contains(&"ReplicaMadeElsewhere".to_owned()));
-    // It comes back, and makes nothing of what it was told before.
+    // It comes back, and makes nothing of its former assignment.
     cluster.pools.iter_mut().for_each(|pool| pool.online = true);
     cluster.settle().await.unwrap();
     let guid = lost.unwrap().guid.0.to_string();

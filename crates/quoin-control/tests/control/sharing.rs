@@ -250,7 +250,7 @@ async fn a_node_that_reads_has_no_grant_that_writes_except_while_it_replays_a_jo
     assert!(!cluster.opens_to_write("db", "n1", 3).await);
     cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "").await.unwrap();
 
-    // It does not: its leave goes to the node that waits, and then to nobody.
+    // It does not: its leave goes to the node that waits, and then ends.
     cluster.publish(&reader("n1", true)).await.unwrap();
     cluster.publish(&reader("n2", true)).await.unwrap();
     assert!(cluster.opens_to_write("db", "n1", 4).await);

@@ -165,7 +165,7 @@ pub struct Shard<'a, P> {
     turns: Turns,
     stop: Stop,
     health: Health,
-    /// Room that the targets were told of.
+    /// Room that was granted to the targets.
     room: RoomGrant,
     /// Shortage of room that was announced.
     short: bool,
@@ -572,7 +572,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         self.begin_sync();
     }
 
-    /// Tells targets what the pool has room for, before they hear of what this round applied.
+    /// Grants room to targets before they learn which entries this round applied.
     fn mind_room(&mut self, now: Time) {
         let room = self.pool.room(self.room);
         if room != self.room {

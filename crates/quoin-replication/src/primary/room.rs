@@ -2,7 +2,7 @@
 //!
 //! An entry that has its LSN is owed to every replica, and all that follows waits behind it. So a
 //! write of a client is sequenced only where CF counted members of every rule have room for it
-//! ([`RoomGrant`]): each pool tells the share that a replica may have under way, keeps that much for
+//! ([`RoomGrant`]): each pool reports the share that a replica may have under way, keeps that much for
 //! each of its replicas, and tells that it grants no more before anything of it is used. What waits
 //! has no LSN (`onFull: wait`), or is refused once the cleaner had time to work ([`GRACE`],
 //! `enospc`), and everything else goes past it: reads, flushes, trims, zeroes, snapshots and their

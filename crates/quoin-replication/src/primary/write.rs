@@ -346,7 +346,7 @@ impl Primary {
         self.answer_at(Sequenced::unmeasured(lsn, token), fua);
     }
 
-    /// `from`: as [`Primary::judge_repeat`] tells.
+    /// `from`: as [`Primary::judge_repeat`] returns it.
     fn parts(&self, request: &Request, from: u64, end: u64) -> Parts {
         let has_rest = self.requests.has_rest(request.token);
         Parts { origin: request.origin, from, end, has_rest }

@@ -56,7 +56,7 @@ pub enum ReplicaEvent {
     /// The pool found a bad copy outside of any read: another member's is requested, if a target
     /// feeds this replica now.
     BadCopy(BadCopy),
-    /// The pool grants other room than before. Told to the target, again in each session.
+    /// The pool grants other room than before. Sent to the target, again in each session.
     Room(RoomGrant),
     /// The control plane took back its grants up to this epoch: nothing opens under them any more.
     /// A session that is open has [`FENCED_SESSION`] to close, or no time at all.

@@ -64,7 +64,7 @@ pub enum ScrubStage {
     /// The oldest snapshot of this LSN or a later one. Snapshots come and go during a pass: the LSN is
     /// of one of them alone, and says which are behind it.
     Snapshot(u64),
-    /// Bases that nobody else reads.
+    /// Bases without another reader.
     Bases,
     /// The map of moved blocks.
     Logical,
@@ -171,7 +171,7 @@ impl Scrubbing {
 }
 
 /// Scrubs a leaf, some entries or a segment. Returns where to go on. `listing`: the
-/// headers of the segment that calls before have read. `reads_bases`: nobody else reads some base
+/// headers of the segment that calls before have read. `reads_bases`: some base has no other reader
 /// of it.
 pub fn scrub_part<D: Disk>(
     replica: &mut Replica,

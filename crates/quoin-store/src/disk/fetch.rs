@@ -44,7 +44,7 @@ const OPEN_BYTES_MAX: usize = 32 << 20;
 const ARRIVED_BYTES_MAX: usize = 16 << 20;
 /// Calls that are made again when one read leaves room.
 const WOKEN_FOR_ROOM: usize = 8;
-/// Calls that were told to be made again and were not yet.
+/// Calls that are to be made again and were not yet.
 const TOLD_MAX: usize = 16_384;
 /// `errno` of a medium that cannot be read.
 const EIO: i32 = 5;
@@ -443,7 +443,7 @@ impl Fetches {
         self.remove(&unawaited);
     }
 
-    /// Removes entries, whatever their state. What is under way comes later, and nobody takes it.
+    /// Removes entries, whatever their state. Reads under way end later, and are dropped then.
     fn remove(&mut self, keys: &[Key]) -> Vec<Entry> {
         let (mut removed, mut unlisted) = (Vec::new(), BTreeSet::new());
         for key in keys {

@@ -24,7 +24,7 @@ use crate::disk::aligned_memory::AlignedMemory;
 use crate::disk::fetch::{Fetch, UNDER_WAY_MAX};
 use crate::disk::file::{FileDisk, fault, lay_over};
 
-/// How soon the kernel is told again of reads for which it had no memory.
+/// How soon the kernel is given again the reads for which it had no memory.
 const NO_MEMORY_REST: Duration = Duration::from_millis(1);
 
 /// A read that ended.
@@ -109,13 +109,13 @@ impl ReadRing {
         self.submit();
         // SAFETY: as above.
         if unsafe { self.ring.submission().push(&entry) }.is_err() {
-            // The kernel takes none for want of memory, and has not been told of this one.
+            // The kernel takes none for want of memory, and has not been given this one.
             self.read_plainly(id);
         }
     }
 
     /// Hands all that was begun to the kernel. What it has no memory for is left for the next time
-    /// ([`ReadRing::retry_in`]): nobody waits here.
+    /// ([`ReadRing::retry_in`]): no caller waits here.
     pub fn submit(&mut self) {
         while self.is_unsubmitted {
             match self.ring.submit() {
@@ -128,7 +128,7 @@ impl ReadRing {
     }
 
     /// How soon [`ReadRing::next_ended`] or [`ReadRing::submit`] is to be called, whatever ends: the
-    /// kernel was not told of all reads yet.
+    /// kernel was not given all reads yet.
     pub fn retry_in(&self) -> Option<Duration> {
         self.is_unsubmitted.then_some(NO_MEMORY_REST)
     }

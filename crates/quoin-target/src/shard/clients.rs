@@ -48,7 +48,7 @@ fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
     }
 }
 
-/// Returns true if a node that shares a volume may use it as it was told, by the key that it showed.
+/// Returns true if a node that shares a volume may use it as agreed, by the key that it showed.
 fn lets_in(sharer: &Sharer, holder: &Holder, shares: &SharedUse) -> bool {
     sharer.node == holder.name
         && sharer.read_only == shares.read_only

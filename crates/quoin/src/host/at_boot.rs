@@ -32,7 +32,7 @@ const MARK: &str = "x-quoin.volume=";
 /// Where the attach process of a package's host has its links.
 const LINKS: &str = "/dev/quoin";
 /// File systems that are mounted without being asked for by name. The content of a volume says which
-/// it has, and the kernel's code for others is less used to content that somebody prepared.
+/// it has, and the kernel's code for others is less used to hostile content.
 const FILE_SYSTEMS: [&str; 2] = ["ext4", "xfs"];
 /// The content of a volume may be another's: its files are no way to root's rights.
 const MOUNT_OPTIONS: &str = "nosuid,nodev";

@@ -28,7 +28,7 @@ pub(crate) struct Process {
     timer: Option<Time>,
     arm: u32,
     idle_planned: bool,
-    /// The room that its replica was told of.
+    /// The room that its replica was granted.
     room: Option<RoomGrant>,
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
