@@ -262,7 +262,7 @@ fn hear(
         }
     }
     socket.set_nonblocking(true).map_err(failed)?;
-    // One that gave up meanwhile has another connection by now, which this one must not follow.
+    // A client that gave up meanwhile has another connection by now, which this one must not follow.
     if matches!(socket.peek(&mut [0]), Ok(0)) {
         return Err("it closed the connection".to_owned());
     }

@@ -280,7 +280,7 @@ impl World {
         let lsn = self.position() + 1;
         let client = ClientId(u128::from(lsn % 4));
         let origin = Origin { client, number: lsn, low: lsn.saturating_sub(9) };
-        (lsn % 7 < 4).then_some(Part { origin, end, is_last: lsn % 3 > 0 })
+        (lsn % 7 < 4).then_some(Part { origin, end, is_last: !lsn.is_multiple_of(3) })
     }
 
     pub fn append(&mut self) {

@@ -219,7 +219,7 @@ impl World {
             self.sharers.granted[target].clone_from(&attachments);
             let life = self.targets[target].life;
             let version = self.sharers.version;
-            self.to_inbox((target, life), vec![PrimaryEvent::Clients { attachments, version }]);
+            self.enqueue((target, life), vec![PrimaryEvent::Clients { attachments, version }]);
         } else {
             let delay = self.sharers.random.between(10, 200) * MILLISECOND;
             self.schedule.after(delay, Event::Sharer(SharerEvent::Grant));
@@ -227,7 +227,7 @@ impl World {
     }
 
     /// Events are not given to a target while it does what an earlier one asked for.
-    fn to_inbox(&mut self, (target, life): (usize, u32), events: Vec<PrimaryEvent>) {
+    fn enqueue(&mut self, (target, life): (usize, u32), events: Vec<PrimaryEvent>) {
         if events.is_empty() {
             return;
         }
@@ -281,7 +281,7 @@ impl World {
             link.sent.push(held.tag);
             events.push(PrimaryEvent::Submit(request));
         }
-        self.to_inbox(target, events);
+        self.enqueue(target, events);
     }
 
     fn connect_later(&mut self, host: usize) {
@@ -321,7 +321,7 @@ impl World {
             format!("sharer {host} connects to target {target} as {client:?}, begins: {begins}")
         });
         self.sharers.hosts[host].link = Some(link);
-        self.to_inbox((target, life), events);
+        self.enqueue((target, life), events);
         self.send_held(host);
     }
 
@@ -344,7 +344,7 @@ impl World {
         let there = &self.targets[target];
         if there.process.is_some() && there.life == life {
             if self.sharers.random.percent(50) {
-                self.to_inbox((target, life), ends_at_target(link));
+                self.enqueue((target, life), ends_at_target(link));
             } else {
                 self.sharers.left.insert(link.number, link);
             }
