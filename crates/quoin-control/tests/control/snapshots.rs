@@ -14,7 +14,7 @@ use quoin_api::control::{
 use quoin_control::Error;
 use quoin_control::records::{VolumePhase, VolumeRecord};
 use quoin_control::salvage::{RecoverRecords, Told as Holdings};
-use quoin_control::snapshot_records::{SnapshotPhase, SnapshotRecord};
+use quoin_control::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
 use quoin_control::store::Store;
 use tokio::time::Instant;
 
@@ -692,4 +692,39 @@ async fn a_schedule_begins_no_snapshot_while_one_waits_and_deletes_what_it_does_
     cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
     assert!(schedules.get("hourly").is_err());
     cluster.settle().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_schedule_under_a_used_name_counts_and_deletes_no_snapshot_of_another_volume() {
+    let mut cluster = attached().await;
+    cluster.create("web").await;
+    cluster.attach("web", "n1").await.unwrap();
+    let schedules = cluster.controller.snapshots.schedules.clone();
+    let run = async |schedule: &ScheduleRecord, times| {
+        for n in 0..times {
+            let at_ms = schedule.created_ms + n * 3_600_000;
+            schedules.look("hourly", at_ms).await.unwrap();
+            cluster.obey("n1").await.unwrap();
+            schedules.look("hourly", at_ms).await.unwrap();
+            cluster.obey("n1").await.unwrap();
+        }
+    };
+    let of = |volume: &str| {
+        let volume = by_name(volume);
+        let catalog = &cluster.controller.snapshots.catalog;
+        catalog.list(volume.as_ref(), 0, "", false, |_| true).unwrap().0.len()
+    };
+    run(&*schedules.create(&hourly(3, 0)).await.unwrap(), 3).await;
+    // One that waits for its cut holds up no other schedule's.
+    cluster.snap("db", "by-hand").await.unwrap();
+    assert_eq!(of("db"), 4);
+    schedules.delete("hourly").await.unwrap();
+
+    // The clock of the second schedule's runs is later, and so are its names.
+    let of_web = CreateScheduleRequest { volume: by_name("web"), ..hourly(1, 0) };
+    let schedule = schedules.create(&of_web).await.unwrap();
+    let later =
+        ScheduleRecord { created_ms: schedule.created_ms + 9 * 3_600_000, ..(*schedule).clone() };
+    run(&later, 3).await;
+    assert_eq!((of("db"), of("web")), (4, 1));
 }
