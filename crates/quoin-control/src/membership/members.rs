@@ -2,7 +2,8 @@
 //!
 //! A token is good for one certificate of its role, for a short time, and only a hash of its
 //! secret is kept. The key that used it first may use it again until it expires, because the
-//! answer can get lost; any other key is refused. A name under which a member joined is
+//! answer can get lost; any other key is refused. A second use changes no record: a member that was
+//! removed or replaced since needs a token of its own. A name under which a member joined is
 //! not given to a second key unless the token names it.
 //!
 //! Records that are an old copy do not know which tokens were used or revoked since. So no token that
@@ -228,9 +229,11 @@ impl Members {
         };
         let (_, first_use) =
             self.state.joined.tokens.update(&name, using).await?.ok_or_else(refused)?;
-        if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
+        if !first_use {
+            self.take_name_again(&member).await?.ok_or_else(refused)?;
+        } else if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
             let unused = |record: &mut TokenRecord| {
-                if first_use && record.used_by.as_ref() == Some(&user) {
+                if record.used_by.as_ref() == Some(&user) {
                     record.used_by = None;
                 }
                 Ok(())
@@ -344,6 +347,15 @@ impl Members {
             self.fences.node(&member.holder, false).await?;
         }
         Ok(())
+    }
+
+    /// Joins once more with a used token, as after a lost answer. None: the name was removed or given to
+    /// another key since, and stays so.
+    async fn take_name_again(&self, member: &MemberOfCluster) -> Result<Option<()>, Error> {
+        let found = self.state.joined.members.create(member.clone()).await?;
+        let is_theirs =
+            |found: &MemberOfCluster| found.key_hash == member.key_hash && !found.removed;
+        Ok(found.map_or_else(|found| is_theirs(&found).then_some(()), |_| Some(())))
     }
 
     async fn drop_expired_tokens(&self) -> Result<(), Error> {
