@@ -541,11 +541,12 @@ impl Cluster for Services {
         request: Request<RevertVolumeRequest>,
     ) -> Result<Response<Revert>, Status> {
         self.manage(&request)?;
-        let RevertVolumeRequest { volume, snapshot, id } = request.into_inner();
+        let RevertVolumeRequest { volume, snapshot, id, wait_only } = request.into_inner();
         let reverts = &self.controller.snapshots.reverts;
-        let revert = match id.as_str() {
-            "" => reverts.begin(volume.as_ref(), snapshot.as_ref()).await?,
-            id => reverts.get(volume.as_ref(), id)?,
+        let attempt = crate::snapshot::reverts::attempt(&id)?;
+        let revert = match wait_only {
+            false => reverts.begin(volume.as_ref(), snapshot.as_ref(), attempt).await?,
+            true => reverts.get(volume.as_ref(), attempt)?,
         };
         let revert = reverts.ended(revert, CUT_TIME).await?;
         Ok(Response::new(crate::snapshot::reverts::view(&self.controller.state, &revert)))

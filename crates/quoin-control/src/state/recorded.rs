@@ -395,6 +395,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         failure: "in words".into(),
         recorded: true,
         trims: false,
+        former: vec![Text(SnapshotId(0xa76))],
     };
     for (name, phase) in [
         ("revert-wished", RevertPhase::Wished),
