@@ -103,6 +103,7 @@ impl Cluster for Services {
             recovery: self.controller.state.recovery_reason(),
             term: self.controller.state.term().number,
             clocks: self.controller.membership.clocks.all(),
+            authority: self.controller.membership.members.fingerprint(),
         }))
     }
 
@@ -829,9 +830,9 @@ impl Cluster for Services {
         request: Request<RotateAuthorityRequest>,
     ) -> Result<Response<RotateAuthorityResponse>, Status> {
         self.govern(&request)?;
-        let message = match request.get_ref().at_once {
-            true => self.controller.membership.members.replace_authority().await?,
-            false => self.controller.membership.members.rotate_authority()?,
+        let message = match request.get_ref().at_once.as_str() {
+            "" => self.controller.membership.members.rotate_authority()?,
+            named => self.controller.membership.members.replace_authority(named).await?,
         };
         Ok(Response::new(RotateAuthorityResponse { message }))
     }

@@ -264,15 +264,43 @@ impl Members {
         Ok(message.to_owned())
     }
 
-    /// Makes a new authority where the former one's key is in foreign hands: no certificate that it
-    /// signed is taken any more, and no token that names it.
-    pub async fn replace_authority(&self) -> Result<String, Error> {
-        self.authority().rotate_at_once()?;
-        self.renew_own()?;
-        self.admission.authority_was_replaced();
-        for token in self.state.joined.tokens.list() {
-            self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
+    /// The fingerprint of the newest authority.
+    pub fn fingerprint(&self) -> String {
+        hex(&self.authority().fingerprint())
+    }
+
+    /// Makes a new authority where the key of this one is in foreign hands: no certificate that it
+    /// signed is taken any more, and no token that names it. One that is trusted no more is replaced
+    /// already, and those who joined again since stay.
+    pub async fn replace_authority(&self, named: &str) -> Result<String, Error> {
+        let fingerprint = from_hex(named).ok_or_else(|| {
+            let rule = "the fingerprint of the authority to be replaced, 64 hex digits: `quoin cluster \
+                        info` shows the present one's";
+            Error::invalid("atOnce", rule)
+        })?;
+        // A crash between the two must leave no token of it.
+        if self.authority().trusts(&fingerprint) {
+            self.end_tokens().await?;
         }
+        let is_news = {
+            let mut authority = self.authority();
+            let is_trusted = authority.trusts(&fingerprint);
+            if is_trusted {
+                authority.rotate_at_once()?;
+                self.admission.authority_was_replaced();
+            }
+            is_trusted
+        };
+        self.renew_own()?;
+        if !is_news {
+            return Ok(format!(
+                "nothing was changed: no certificate of authority {} is taken, and the present one is \
+                 {}",
+                hex(&fingerprint),
+                self.fingerprint()
+            ));
+        }
+        self.end_tokens().await?;
         let message = "no certificate and no join token of the former authority is taken any more; \
                        until they have joined again, pools and nodes go on with each other and hear \
                        nothing from the controller. For each pool, node and admin: make a token \
@@ -283,6 +311,13 @@ impl Members {
                        not, or the other way round";
         self.state.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
         Ok(message.to_owned())
+    }
+
+    async fn end_tokens(&self) -> Result<(), Error> {
+        for token in self.state.joined.tokens.list() {
+            self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
+        }
+        Ok(())
     }
 
     /// The controller's own certificate, from its own authority.
@@ -379,6 +414,17 @@ impl Members {
 /// A token's name among people: the beginning of its secret's hash.
 pub(crate) fn token_id(token: &TokenRecord) -> &str {
     token.secret_hash.get(..TOKEN_ID_DIGITS).unwrap_or(&token.secret_hash)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<[u8; 32]> {
+    let is_hex = text.len() == 64 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let byte = |n: usize| u8::from_str_radix(text.get(2 * n..2 * n + 2)?, 16).ok();
+    let bytes: Vec<u8> = (0..32).map_while(byte).collect();
+    is_hex.then(|| bytes.try_into().ok()).flatten()
 }
 
 fn with_article(role: &str) -> String {
