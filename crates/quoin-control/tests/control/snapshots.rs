@@ -11,11 +11,11 @@ use quoin_api::control::{
     PoolHoldings, SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef,
     VolumeReverted, command_refused,
 };
-use quoin_control::Error;
 use quoin_control::records::{VolumePhase, VolumeRecord};
 use quoin_control::salvage::{RecoverRecords, Told as Holdings};
 use quoin_control::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
 use quoin_control::store::Store;
+use quoin_control::{Error, Verifying};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, Memory, by_name, pools};
@@ -425,6 +425,29 @@ async fn attempts_under_way_are_given_up_when_records_are_recovered_and_what_is_
     assert_eq!(remove.id, attempt.id.0.to_string());
     assert!(matches!(remove.what, Some(Told::RemoveSnapshot(_))), "it is never wished again");
     assert!(cluster.reasons().contains(&"SnapshotGivenUp".to_owned()));
+}
+
+#[tokio::test]
+async fn a_verification_under_way_is_given_up_when_records_are_recovered_and_an_ended_one_stays() {
+    let mut cluster = Cluster::new().await;
+    for name in ["db", "other"] {
+        cluster.create(name).await;
+        let verifier = &cluster.controller.volumes.verifier;
+        let repair = Verifying::Repair { from: None };
+        verifier.verify(by_name(name).as_ref(), repair).await.unwrap();
+    }
+    let verifier = &cluster.controller.volumes.verifier;
+    verifier.verify(by_name("other").as_ref(), Verifying::Stop).await.unwrap();
+    cluster.offline_after = Duration::from_millis(200);
+    cluster.restart().await;
+    let without_pools = ["p1", "p2", "p3"].map(str::to_owned).to_vec();
+    let asked = RecoverRecords { without_pools, ..RecoverRecords::default() };
+    cluster.controller.disaster.records.recover(&asked).await.unwrap();
+    let shown = |name: &str| cluster.shown(name).verification.unwrap();
+    assert_eq!(shown("db").state, "failed");
+    assert!(shown("db").message.contains("ask for it again"), "{:?}", shown("db"));
+    assert_eq!((shown("other").state.as_str(), shown("other").message.as_str()), ("stopped", ""));
+    assert_eq!(cluster.reasons().iter().filter(|r| *r == "VerificationGivenUp").count(), 1);
 }
 
 /// A pool's account of a volume: the record as it was told of it, and its snapshots by id, with LSN
