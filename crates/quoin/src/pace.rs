@@ -37,6 +37,15 @@ impl Interrupted {
     pub fn with_command(waits: String, again: String) -> Self {
         Self { waits, again }
     }
+
+    /// The error of a wait, with this command in the place of the same one where that would begin
+    /// something else.
+    pub fn name_command(error: anyhow::Error, again: &str) -> anyhow::Error {
+        match error.downcast::<Self>() {
+            Ok(interrupted) => Self { again: again.to_owned(), ..interrupted }.into(),
+            Err(error) => error,
+        }
+    }
 }
 
 /// Something under way in the cluster, as it was seen last.

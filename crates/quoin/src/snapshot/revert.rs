@@ -1,6 +1,6 @@
 //! `quoin snapshot revert`: a volume goes back to one of its snapshots.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use quoin_api::control::{Revert, RevertVolumeRequest, Snapshot, SnapshotRef};
 use quoin_types::SnapshotId;
 use serde::Serialize;
@@ -8,7 +8,7 @@ use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
 use super::{POLL_INTERVAL, REPORT_INTERVAL, get};
-use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, unanswered};
 use crate::events::show_time;
 use crate::output::{self, Format};
 
@@ -110,13 +110,15 @@ pub async fn run(
         }
     }
     let again = format!("`quoin snapshot revert {} --id {}`", output::quoted(&name), request.id);
+    // Another Revert would undo what is written after the first one.
+    let lost = format!("If the Revert was begun, it goes on: {again} waits for it");
     let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
     let began = Instant::now();
     let mut reported = None::<Instant>;
     let revert = loop {
         let revert = tokio::select! {
             revert = cluster.revert_volume(request.clone()) => {
-                revert.map_err(|status| unanswered(status, &again))?.into_inner()
+                revert.map_err(|status| unanswered(status, &lost))?.into_inner()
             }
             _ = interrupts.recv() => bail!(crate::pace::Interrupted::with_command(
                 format!("Revert {} of volume {name}", request.id), again
@@ -155,22 +157,6 @@ pub async fn run(
     })
 }
 
-/// A failed call; where the Revert may have been begun all the same, with the command that waits for
-/// it. Another Revert would undo what is written after the first one.
-fn unanswered(status: tonic::Status, again: &str) -> anyhow::Error {
-    use tonic::Code;
-    let is_lost = std::error::Error::source(&status).is_some()
-        || matches!(
-            status.code(),
-            Code::Unknown | Code::Internal | Code::DeadlineExceeded | Code::Cancelled
-        );
-    let error = refusal(status);
-    match is_lost {
-        true => anyhow!("{error}. If the Revert was begun, it goes on: {again} waits for it"),
-        false => error,
-    }
-}
-
 /// Newer content is lost only after the volume's name was typed, or with --yes in a script.
 fn confirm(volume: &str, snapshot: &Snapshot) -> Result<()> {
     let (volume, name) = (output::plain(volume), output::plain(&snapshot.name));
@@ -196,15 +182,6 @@ fn confirm(volume: &str, snapshot: &Snapshot) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_lost_answer_names_the_command_that_waits_and_a_refusal_does_not() {
-        let again = "`quoin snapshot revert db --id 7`";
-        let lost = unanswered(tonic::Status::unknown("h2 protocol error"), again).to_string();
-        assert!(lost.contains(again), "{lost}");
-        let refused = unanswered(tonic::Status::failed_precondition("detach it first"), again);
-        assert_eq!(refused.to_string(), "detach it first");
-    }
 
     #[test]
     fn the_last_revert_of_a_volume_is_one_line_whatever_became_of_it() {
