@@ -118,6 +118,9 @@ fn shown_by(what: &str) -> &'static str {
         "group snapshot" => ": `quoin snapshot group list` shows those that do",
         "snapshot" => ": `quoin snapshot list` shows those that do",
         "schedule" => ": `quoin schedule list` shows those that do",
+        "revert" => {
+            " or is not the last one of its volume: `quoin volume get VOLUME` shows that one"
+        }
         "admin" => ": `quoin admin list` shows those that do",
         "replica" | "known replica" => ": `quoin replica list` shows those that do",
         "join token" => ": `quoin token list` shows those that do",

@@ -46,4 +46,5 @@ pub use status::metrics::Metrics;
 pub use volume::attach::Publish;
 pub use volume::epochs::{Granted, MembershipSwap};
 pub use volume::scale::{Move, Scale, Which};
+pub use volume::verification::Verifying;
 pub use volume::{placement, policy, sharing, spec};

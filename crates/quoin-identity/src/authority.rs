@@ -137,6 +137,16 @@ impl Authority {
         fingerprint(&der)
     }
 
+    /// Returns true if certificates of the authority with this fingerprint are trusted.
+    pub fn trusts(&self, named: &[u8; 32]) -> bool {
+        let former = self.file.former.as_ref().filter(|former| former.trusted_until_s > now_s());
+        let is_it = |former: &Former| {
+            let der = pem_to_der(&former.certificate_pem).expect("checked when loaded");
+            fingerprint(&der) == *named
+        };
+        self.fingerprint() == *named || former.is_some_and(is_it)
+    }
+
     /// Returns all trusted authorities, the newest first, as PEM.
     pub fn authorities_pem(&self) -> String {
         match &self.file.former {

@@ -9,6 +9,9 @@
 //! The mark is raised only after the controller has received the present one. So a disk that was
 //! rolled back cannot count up to the mark that the controller knows, regardless of how often its
 //! pool is started or what it serves while no controller is reached.
+//!
+//! A report of the pool's former process may arrive after the first one of the present process. It
+//! has the lower start counter too, and is known by the nonce of the former opening.
 
 use std::time::Duration;
 
@@ -44,6 +47,15 @@ impl PoolCounts {
         let same = self.nonce == known.nonce && told;
         let below = self.mark < known.mark && !mutant::is("mark-of-a-pool-not-compared");
         self.starts < known.starts || another || (below && !same)
+    }
+
+    /// Returns true if a report with these counts is of the opening before the present one, whose counts
+    /// are `former`: it was sent before that one ended and overtaken since. An older state of the disk
+    /// draws a nonce of its own when it is opened. A pool that leaves tells its nonce alone.
+    pub fn are_late(&self, former: &PoolCounts) -> bool {
+        self.nonce != 0
+            && self.nonce == former.nonce
+            && (self.starts == 0 || self.starts == former.starts)
     }
 
     /// Returns the counts that are known after this report, which is not older than `known`.
@@ -106,6 +118,17 @@ mod tests {
         }
         assert_eq!(counts(5, 50, 8).after(&known), known, "an overtaken report");
         assert!(!counts(0, 0, 0).are_older_than(&known), "a pool that opens tells nothing");
+    }
+
+    #[test]
+    fn a_report_of_the_opening_before_is_late_and_one_of_an_older_state_is_not() {
+        let former = counts(4, 40, 9);
+        assert!(counts(4, 40, 7).are_late(&former) && counts(0, 40, 9).are_late(&former));
+        for other in [(4, 41, 9), (5, 50, 9), (3, 40, 9), (0, 0, 9), (4, 0, 9)] {
+            let (starts, nonce, mark) = other;
+            assert!(!counts(starts, nonce, mark).are_late(&former), "{other:?}");
+        }
+        assert!(!counts(0, 0, 0).are_late(&PoolCounts::default()), "there was none");
     }
 
     #[test]

@@ -192,9 +192,12 @@ impl Control {
         let is_here = |id: &VolumeId| wanted.get(id).is_some_and(|a| a.served_at.is_none());
         for id in self.relays.ids() {
             match wanted.get(&id) {
+                // It was attached again before its device went away, where the end comes late.
                 None => {
-                    let relays = self.relays.clone();
-                    self.devices.release(id, move || relays.release(id));
+                    if let Some(use_of) = self.relays.begin_end(id) {
+                        let relays = self.relays.clone();
+                        self.devices.release(id, move || relays.end_use(id, use_of));
+                    }
                 }
                 Some(_) if is_here(&id) => self.relays.release(id),
                 Some(_) => {}

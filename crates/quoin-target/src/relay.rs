@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use quoin_encryption::DataKey;
@@ -60,6 +61,10 @@ pub(crate) struct Destination {
 }
 
 struct Relay {
+    /// Use that it serves. The end of one use does not end the relay of the next one.
+    generation: u64,
+    /// The volume was detached, and its device goes away.
+    leaving: bool,
     path: PathBuf,
     destination: watch::Sender<Destination>,
     task: JoinHandle<()>,
@@ -77,11 +82,12 @@ impl Relay {
 pub(crate) struct Relays {
     identity: Identity,
     running: Mutex<BTreeMap<VolumeId, Relay>>,
+    generations: AtomicU64,
 }
 
 impl Relays {
     pub fn new(identity: Identity) -> Self {
-        Self { identity, running: Mutex::default() }
+        Self { identity, running: Mutex::default(), generations: AtomicU64::default() }
     }
 
     /// Relays a volume from now on, or to another place than before.
@@ -90,7 +96,10 @@ impl Relays {
     /// The socket cannot be made.
     pub fn want(&self, id: VolumeId, path: &Path, to: Destination) -> Result<(), ListenError> {
         let mut running = self.running.lock().expect("never held across a panic");
-        if let Some(relay) = running.get(&id) {
+        if let Some(relay) = running.get_mut(&id) {
+            if std::mem::take(&mut relay.leaving) {
+                relay.generation = self.next_generation();
+            }
             let is_news = |known: &mut Destination| {
                 let differs = *known != to;
                 *known = to;
@@ -108,8 +117,31 @@ impl Relays {
         tracing::info!(volume = %id, node = to.node, address = to.address, "is reached at another node");
         let (destination, moves) = watch::channel(to);
         let task = tokio::spawn(serve(listener, moves, self.identity.clone()));
-        running.insert(id, Relay { path: path.to_owned(), destination, task });
+        let (generation, path) = (self.next_generation(), path.to_owned());
+        running.insert(id, Relay { generation, leaving: false, path, destination, task });
         Ok(())
+    }
+
+    fn next_generation(&self) -> u64 {
+        self.generations.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Begins the end of a volume's use, for [`Self::end_use`]; `None`: that is under way.
+    pub fn begin_end(&self, id: VolumeId) -> Option<u64> {
+        let mut running = self.running.lock().expect("never held across a panic");
+        let relay = running.get_mut(&id).filter(|relay| !relay.leaving)?;
+        relay.leaving = true;
+        Some(relay.generation)
+    }
+
+    /// Ends the relay of a volume, unless it was attached again since.
+    pub fn end_use(&self, id: VolumeId, generation: u64) {
+        let mut running = self.running.lock().expect("never held across a panic");
+        if running.get(&id).is_some_and(|relay| relay.generation == generation)
+            && let Some(relay) = running.remove(&id)
+        {
+            relay.end();
+        }
     }
 
     /// Ends the relay of a volume where it leads to another node than this.
@@ -363,6 +395,39 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    fn relays(dir: &Path) -> Relays {
+        let authority =
+            quoin_identity::Authority::create(dir, quoin_identity::Lifetimes::default()).unwrap();
+        Relays::new(authority.issue_identity(&dir.join("n1"), Role::Node, "n1").unwrap())
+    }
+
+    #[tokio::test]
+    async fn a_late_end_of_one_use_does_not_end_the_relay_of_the_next_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let (relays, id, path) = (relays(dir.path()), VolumeId(7), dir.path().join("7.sock"));
+        let to = Destination {
+            node: "n2".into(),
+            address: "127.0.0.1:1".into(),
+            export: "db".into(),
+            key_hashes: Vec::new(),
+            key: None,
+        };
+        relays.want(id, &path, to.clone()).unwrap();
+        let first = relays.begin_end(id).expect("its device goes away");
+        assert_eq!(relays.begin_end(id), None, "once, while that is under way");
+        relays.want(id, &path, to.clone()).unwrap();
+        relays.end_use(id, first);
+        assert_eq!(relays.ids(), [id]);
+        UnixStream::connect(&path).await.expect("the volume is reached again");
+        let second = relays.begin_end(id).expect("the next use ends too");
+        relays.end_use(id, second);
+        assert!(relays.ids().is_empty() && !path.exists());
+        // A socket that was made anew is of a use of its own.
+        relays.want(id, &path, to).unwrap();
+        relays.end_use(id, second);
+        assert_eq!(relays.ids(), [id]);
+    }
 
     fn option(code: u32, data: &[u8]) -> Vec<u8> {
         let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();

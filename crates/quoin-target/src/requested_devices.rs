@@ -55,6 +55,9 @@ pub(crate) struct RequestedDevices {
     daemon: AttachClient,
     socket: PathBuf,
     wanted: Mutex<BTreeMap<VolumeId, Wanted>>,
+    /// Devices that are being removed. One that is requested again is made afterwards, or the removal
+    /// would take it away.
+    removing: Arc<Mutex<BTreeMap<VolumeId, watch::Receiver<()>>>>,
     states: Arc<Mutex<BTreeMap<VolumeId, DeviceState>>>,
     /// Notified of every change.
     changed: Arc<Notify>,
@@ -69,7 +72,14 @@ impl RequestedDevices {
     pub fn new(run_dir: &Path, changed: Arc<Notify>) -> Self {
         let socket = run_dir.join("attach").join("attach.sock");
         let daemon = AttachClient::new(&socket);
-        Self { daemon, socket, wanted: Mutex::default(), states: Arc::default(), changed }
+        Self {
+            daemon,
+            socket,
+            wanted: Mutex::default(),
+            removing: Arc::default(),
+            states: Arc::default(),
+            changed,
+        }
     }
 
     /// Returns the state of a volume's device; empty where none is requested.
@@ -99,7 +109,14 @@ impl RequestedDevices {
             states: self.states.clone(),
             changed: self.changed.clone(),
         };
-        let task = tokio::spawn(keeper.keep(asked));
+        let removing = self.removing.lock().expect("never held across a panic").get(&id).cloned();
+        let task = tokio::spawn(async move {
+            if let Some(mut removing) = removing {
+                // Ends with its sender.
+                let _ = removing.changed().await;
+            }
+            keeper.keep(asked).await;
+        });
         wanted.insert(id, Wanted { volume, task });
     }
 
@@ -111,7 +128,9 @@ impl RequestedDevices {
         drop(all);
         self.states.lock().expect("never held across a panic").remove(&id);
         wanted.task.abort();
-        let daemon = self.daemon.clone();
+        let (daemon, removing) = (self.daemon.clone(), self.removing.clone());
+        let (removal, removed) = watch::channel(());
+        removing.lock().expect("never held across a panic").insert(id, removed.clone());
         tokio::spawn(async move {
             // A pending request of the task is answered first.
             let _ = wanted.task.await;
@@ -125,6 +144,13 @@ impl RequestedDevices {
                     tracing::warn!(volume = %id, "detached, and its device does not go away");
                 }
             }
+            {
+                let mut removing = removing.lock().expect("never held across a panic");
+                if removing.get(&id).is_some_and(|last| last.same_channel(&removed)) {
+                    removing.remove(&id);
+                }
+            }
+            drop(removal);
             closed();
         });
     }
@@ -219,25 +245,35 @@ mod tests {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixListener;
 
-    /// An attach process that answers each request as the test chooses, and records the requests.
+    /// Time that the removal of a device takes.
+    const REMOVAL: Duration = Duration::from_millis(100);
+
+    /// An attach process that answers each request as the test chooses, and records the requests in
+    /// the order of their answers.
     fn attach_process(
         run: &Path,
-        answer: impl Fn(&Request) -> Response + Send + 'static,
+        answer: impl Fn(&Request) -> Response + Send + Sync + 'static,
     ) -> Arc<Mutex<Vec<Request>>> {
         std::fs::create_dir_all(run.join("attach")).unwrap();
         let listener = UnixListener::bind(run.join("attach/attach.sock")).unwrap();
         let asked: Arc<Mutex<Vec<Request>>> = Arc::default();
-        let noted = asked.clone();
+        let (noted, answer) = (asked.clone(), Arc::new(answer));
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let mut stream = BufReader::new(stream);
-                let mut line = String::new();
-                stream.read_line(&mut line).await.unwrap();
-                let request: Request = serde_json::from_str(&line).unwrap();
-                let mut text = serde_json::to_string(&answer(&request)).unwrap();
-                noted.lock().unwrap().push(request);
-                text.push('\n');
-                let _ = stream.get_mut().write_all(text.as_bytes()).await;
+                let (noted, answer) = (noted.clone(), answer.clone());
+                tokio::spawn(async move {
+                    let mut stream = BufReader::new(stream);
+                    let mut line = String::new();
+                    stream.read_line(&mut line).await.unwrap();
+                    let request: Request = serde_json::from_str(&line).unwrap();
+                    if matches!(request, Request::Detach { .. }) {
+                        tokio::time::sleep(REMOVAL).await;
+                    }
+                    let mut text = serde_json::to_string(&answer(&request)).unwrap();
+                    noted.lock().unwrap().push(request);
+                    text.push('\n');
+                    let _ = stream.get_mut().write_all(text.as_bytes()).await;
+                });
             }
         });
         asked
@@ -303,6 +339,36 @@ mod tests {
         assert!(!devices.has(VolumeId(7)));
         let asked = asked.lock().unwrap();
         assert!(matches!(asked.last(), Some(Request::Detach { .. })), "{asked:?}");
+    }
+
+    #[tokio::test]
+    async fn a_device_that_is_requested_again_is_made_once_the_former_one_is_gone() {
+        let run = tempfile::tempdir().unwrap();
+        let asked = attach_process(run.path(), |request| match request {
+            Request::Attach(volume) => attached(volume),
+            Request::Link { .. } => attached(&volume(Path::new("/run"))),
+            _ => Response::Detached {},
+        });
+        let devices = RequestedDevices::new(run.path(), Arc::default());
+        let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
+        devices.want(VolumeId(7), "db", volume(run.path()));
+        until(&devices, |state| !state.path.is_empty()).await;
+        let (closed, is_closed) = tokio::sync::oneshot::channel();
+        devices.release(VolumeId(7), move || closed.send(()).unwrap());
+        devices.want(VolumeId(7), "db", volume(run.path()));
+        until(&devices, |state| !state.path.is_empty()).await;
+        is_closed.await.unwrap();
+        let asked = asked.lock().unwrap();
+        let steps: String = asked
+            .iter()
+            .map(|request| match request {
+                Request::Attach(_) => 'a',
+                Request::Detach { .. } => 'd',
+                _ => 'l',
+            })
+            .collect();
+        assert_eq!(steps, "aldal");
+        assert!(devices.removing.lock().unwrap().is_empty());
     }
 
     #[tokio::test]

@@ -221,6 +221,21 @@ pub fn refusal(status: tonic::Status) -> anyhow::Error {
     }
 }
 
+/// A failed call as an error for the user; where it may have been carried out all the same, with how
+/// to go on.
+pub fn unanswered(status: tonic::Status, go_on: &str) -> anyhow::Error {
+    use tonic::Code;
+    let is_lost = std::error::Error::source(&status).is_some()
+        || matches!(
+            status.code(),
+            Code::Unknown | Code::Internal | Code::DeadlineExceeded | Code::Cancelled
+        );
+    match is_lost {
+        true => anyhow!("{}. {go_on}", refusal(status)),
+        false => refusal(status),
+    }
+}
+
 /// A volume as users name it: 32 hex digits are an id, anything else is a name.
 pub fn volume_ref(text: &str) -> VolumeRef {
     let is_id = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -263,6 +278,15 @@ mod tests {
         let id = "0123456789ABCDEF0123456789abcdef";
         assert_eq!(volume_ref(id).id, id.to_ascii_lowercase());
         assert_eq!(volume_ref("0123").name, "0123");
+    }
+
+    #[test]
+    fn a_lost_answer_says_how_to_go_on_and_a_refusal_does_not() {
+        let go_on = "`quoin snapshot revert db --id 7` waits for it";
+        let lost = unanswered(tonic::Status::unknown("h2 protocol error"), go_on).to_string();
+        assert!(lost.ends_with(go_on), "{lost}");
+        let refused = unanswered(tonic::Status::failed_precondition("detach it first"), go_on);
+        assert_eq!(refused.to_string(), "detach it first");
     }
 
     #[tokio::test]

@@ -117,8 +117,13 @@ pub enum ClusterCommand {
     RotateAuthority {
         /// For an authority whose key, or a backup with it, is in foreign hands: nothing that it
         /// signed is trusted from now on. Every pool, node and admin joins again with a new token.
-        #[arg(long)]
-        at_once: bool,
+        /// `quoin cluster info` shows its fingerprint; a repeat changes nothing.
+        #[arg(
+            long,
+            value_name = "FINGERPRINT",
+            value_parser = clap::builder::NonEmptyStringValueParser::new()
+        )]
+        at_once: Option<String>,
     },
 }
 
@@ -168,6 +173,7 @@ pub async fn cluster(
                 recovery: info.recovery,
                 term: info.term,
                 clocks: info.clocks.into_iter().map(|clock| clock.message).collect(),
+                authority: info.authority,
             };
             let recovery = match view.recovery.as_str() {
                 "" => String::new(),
@@ -181,11 +187,12 @@ pub async fn cluster(
                     ("records", recovery.clone()),
                     ("term", if view.term == 0 { String::new() } else { view.term.to_string() }),
                     ("clocks", view.clocks.join("; ")),
+                    ("authority", view.authority.clone()),
                 ])
             })
         }
         ClusterCommand::RotateAuthority { at_once } => {
-            let request = RotateAuthorityRequest { at_once };
+            let request = RotateAuthorityRequest { at_once: at_once.unwrap_or_default() };
             let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
             let view = MessageView { message: answer.message };
             output::print_one(format, &view, || view.message.clone())
@@ -326,6 +333,8 @@ struct ClusterView {
     term: u64,
     /// Clocks that differ, in words.
     clocks: Vec<String>,
+    /// Fingerprint of the authority.
+    authority: String,
 }
 
 #[derive(Serialize)]

@@ -21,8 +21,32 @@ const STANDSTILL: Duration = Duration::from_secs(6);
 
 /// Interruption of a wait by Ctrl-C.
 #[derive(Debug, thiserror::Error)]
-#[error("interrupted: {0}; it continues by itself, and the same command waits for it again")]
-pub struct Interrupted(pub String);
+#[error("interrupted: {waits}; it continues by itself, and {again} waits for it again")]
+pub struct Interrupted {
+    waits: String,
+    /// Command that goes on waiting and begins nothing anew.
+    again: String,
+}
+
+impl Interrupted {
+    /// An interruption after which the same command waits for the same thing.
+    pub fn new(waits: String) -> Self {
+        Self { waits, again: "the same command".to_owned() }
+    }
+
+    pub fn with_command(waits: String, again: String) -> Self {
+        Self { waits, again }
+    }
+
+    /// The error of a wait, with this command in the place of the same one where that would begin
+    /// something else.
+    pub fn name_command(error: anyhow::Error, again: &str) -> anyhow::Error {
+        match error.downcast::<Self>() {
+            Ok(interrupted) => Self { again: again.to_owned(), ..interrupted }.into(),
+            Err(error) => error,
+        }
+    }
+}
 
 /// Something under way in the cluster, as it was seen last.
 pub trait UnderWay {
@@ -88,7 +112,7 @@ pub async fn follow<U: UnderWay>(
         };
         seen = tokio::select! {
             found = next => found?,
-            _ = interrupts.recv() => bail!(Interrupted(seen.progress(&text(&pace)))),
+            _ = interrupts.recv() => bail!(Interrupted::new(seen.progress(&text(&pace)))),
         };
     }
     Ok(seen)

@@ -337,7 +337,7 @@ async fn create(
         }
         tokio::select! {
             () = tokio::time::sleep(POLL_INTERVAL) => {}
-            _ = interrupts.recv() => bail!(crate::pace::Interrupted(format!(
+            _ = interrupts.recv() => bail!(crate::pace::Interrupted::new(format!(
                 "snapshot {name} waits for {}", snapshot.waiting_for
             ))),
         }

@@ -155,13 +155,16 @@ fn a_volume_goes_back_to_a_snapshot_whoever_is_killed_meanwhile_and_nobody_has_i
     stopped.iter().for_each(|pid| signal(*pid, "STOP"));
     let waits = dev.quoin(&["snapshot", "revert", "db", "first", "--yes", "--timeout", "1"]);
     assert!(!waits.status.success(), "{waits:?}");
+    let printed = String::from_utf8_lossy(&waits.stderr).into_owned();
+    let (_, id) = printed.rsplit_once("--id ").expect("the command that waits on");
+    let id = &id[..32];
     let attached = refusal(&dev, &["volume", "attach", "db", "--nbd", "--timeout", "1"]);
     assert!(attached.contains("goes back to snapshot"), "{attached}");
     dev.kill("target");
     dev.kill("controller");
     stopped.iter().for_each(|pid| signal(*pid, "CONT"));
     let done = dev.eventually("the controller is back, and the volume goes back", || {
-        let done = dev.quoin(&["snapshot", "revert", "db", "first", "--yes", "-o", "json"]);
+        let done = dev.quoin(&["snapshot", "revert", "db", "--id", id, "-o", "json"]);
         serde_json::from_slice::<Value>(&done.stdout).ok()
     });
     assert_eq!((&done["phase"], &done["snapshot"]), (&"Done".into(), &"first".into()));
@@ -179,8 +182,14 @@ fn a_volume_goes_back_to_a_snapshot_whoever_is_killed_meanwhile_and_nobody_has_i
     assert!((0..200).all(|lba| is(lba, 1)), "the content of the snapshot");
     assert!((200..300).all(|lba| is(lba, 0)), "what was written since is gone");
     fill(&client, 0..50, 4);
+    // To wait for it once more begins none, and what was written since stays.
+    let again = dev.json(&["snapshot", "revert", "db", "--id", id]);
+    assert_eq!(again, done);
+    assert!((0..50).all(|lba| is(lba, 4)));
     client.stop();
     dev.ok(&["volume", "detach", "db"]);
+    let again = dev.json(&["snapshot", "revert", "db", "--id", id]);
+    assert_eq!(again, done);
     // Another snapshot has what was there before.
     let done = dev.json(&["snapshot", "revert", "db", "second", "--yes"]);
     assert_eq!(done["phase"], "Done");

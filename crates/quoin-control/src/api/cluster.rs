@@ -103,6 +103,7 @@ impl Cluster for Services {
             recovery: self.controller.state.recovery_reason(),
             term: self.controller.state.term().number,
             clocks: self.controller.membership.clocks.all(),
+            authority: self.controller.membership.members.fingerprint(),
         }))
     }
 
@@ -541,11 +542,12 @@ impl Cluster for Services {
         request: Request<RevertVolumeRequest>,
     ) -> Result<Response<Revert>, Status> {
         self.manage(&request)?;
-        let RevertVolumeRequest { volume, snapshot, id } = request.into_inner();
+        let RevertVolumeRequest { volume, snapshot, id, wait_only } = request.into_inner();
         let reverts = &self.controller.snapshots.reverts;
-        let revert = match id.as_str() {
-            "" => reverts.begin(volume.as_ref(), snapshot.as_ref()).await?,
-            id => reverts.get(volume.as_ref(), id)?,
+        let attempt = crate::snapshot::reverts::attempt(&id)?;
+        let revert = match wait_only {
+            false => reverts.begin(volume.as_ref(), snapshot.as_ref(), attempt).await?,
+            true => reverts.get(volume.as_ref(), attempt)?,
         };
         let revert = reverts.ended(revert, CUT_TIME).await?;
         Ok(Response::new(crate::snapshot::reverts::view(&self.controller.state, &revert)))
@@ -828,9 +830,9 @@ impl Cluster for Services {
         request: Request<RotateAuthorityRequest>,
     ) -> Result<Response<RotateAuthorityResponse>, Status> {
         self.govern(&request)?;
-        let message = match request.get_ref().at_once {
-            true => self.controller.membership.members.replace_authority().await?,
-            false => self.controller.membership.members.rotate_authority()?,
+        let message = match request.get_ref().at_once.as_str() {
+            "" => self.controller.membership.members.rotate_authority()?,
+            named => self.controller.membership.members.replace_authority(named).await?,
         };
         Ok(Response::new(RotateAuthorityResponse { message }))
     }

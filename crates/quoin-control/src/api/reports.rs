@@ -91,6 +91,14 @@ fn counts(pool: &PoolRecord) -> PoolCounts {
     PoolCounts { starts: pool.start_counter, nonce: pool.start_nonce, mark: pool.mark }
 }
 
+/// Returns true if a report is of the process before the one that reported last.
+fn is_late(report: &PoolReport, pool: &PoolRecord) -> bool {
+    let told =
+        PoolCounts { starts: report.start_counter, nonce: report.start_nonce, mark: report.mark };
+    let former = PoolCounts { starts: pool.former_start, nonce: pool.former_nonce, mark: 0 };
+    pool.pool_id == report.pool_id && told.are_late(&former)
+}
+
 /// Memory of reports, and the parts that act on them.
 pub struct Reports {
     state: Arc<State>,
@@ -136,7 +144,9 @@ impl Reports {
         }
         let replicas: HashMap<_, _> =
             report.replicas.iter().map(replica_seen).collect::<Result<_, _>>()?;
-        self.record_pool(report).await?;
+        if !self.record_pool(report).await? {
+            return Ok(0);
+        }
         let removed: Vec<ReplicaGuid> =
             report.removed.iter().map(|guid| id("removed", guid)).collect::<Result<_, _>>()?;
         let about = Object::new("pool", &report.pool_id, &report.pool);
@@ -184,6 +194,10 @@ impl Reports {
         [error, warning]: [String; 2],
     ) -> (u64, Option<HashSet<VolumeId>>) {
         let mut observed = self.state.observed();
+        // One of the next process may have been recorded since this one was.
+        if self.state.pools.get(&report.pool).is_some_and(|pool| is_late(report, &pool)) {
+            return (0, Some(HashSet::new()));
+        }
         let was_online =
             observed.heard_pool(&report.pool, self.state.settings.offline_after).is_some();
         if !report.leaving {
@@ -250,7 +264,9 @@ impl Reports {
         (taken, is_like_before.then_some(differing))
     }
 
-    async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
+    /// Records what a report tells of the pool itself; false: it is of the pool's former process, and
+    /// tells nothing of the present one.
+    async fn record_pool(&self, report: &PoolReport) -> Result<bool, Error> {
         let record = PoolRecord {
             name: report.pool.clone(),
             pool_id: report.pool_id.clone(),
@@ -259,6 +275,8 @@ impl Reports {
             topology: topology(&report.topology)?,
             start_counter: report.start_counter,
             start_nonce: report.start_nonce,
+            former_start: 0,
+            former_nonce: 0,
             mark: report.mark,
             rolled_back: false,
             scrub_request: 0,
@@ -269,9 +287,12 @@ impl Reports {
         {
             let message = format!("on node {}, data at {}", record.node, record.address);
             self.state.events.record(Severity::Normal, about, "PoolAdded", message);
-            return Ok(());
+            return Ok(true);
         }
         let change = |pool: &mut PoolRecord| {
+            if is_late(report, pool) {
+                return Ok((false, None));
+            }
             let replaced = pool.pool_id != record.pool_id;
             // A pool that is opening or leaving does not tell its starts.
             let told = record.start_counter != 0 && !report.leaving;
@@ -300,8 +321,17 @@ impl Reports {
                 _ => known,
             };
             let scrub_request = pool.scrub_request;
+            let former = match (replaced, counts.nonce == known.nonce) {
+                (true, _) => PoolCounts::default(),
+                (false, true) => {
+                    PoolCounts { starts: pool.former_start, nonce: pool.former_nonce, mark: 0 }
+                }
+                (false, false) => known,
+            };
             *pool = PoolRecord {
                 rolled_back,
+                former_start: former.starts,
+                former_nonce: former.nonce,
                 start_counter: counts.starts,
                 start_nonce: counts.nonce,
                 mark: counts.mark,
@@ -313,15 +343,15 @@ impl Reports {
                 },
                 ..record.clone()
             };
-            Ok(news)
+            Ok((true, news))
         };
-        if let Some((_, Some((reason, message)))) =
-            self.state.pools.update(&report.pool, change).await?
-        {
+        let updated = self.state.pools.update(&report.pool, change).await?;
+        let (is_present, news) = updated.map_or((true, None), |(_, told)| told);
+        if let Some((reason, message)) = news {
             let by = reporter(&about);
             self.state.events.record_of(&by, Severity::Error, about, reason, message);
         }
-        Ok(())
+        Ok(is_present)
     }
 
     /// Takes a node's report in; the answer names its devices whose volumes others have used since.

@@ -13,7 +13,7 @@ use crate::Error;
 use crate::state::State;
 use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
-use crate::state::records::MemberOfCluster;
+use crate::state::records::{MemberOfCluster, TokenRecord};
 use crate::time::now_ms;
 
 /// Time at which the authority was replaced without a transition time for its members.
@@ -157,7 +157,8 @@ impl Admission {
     }
 
     /// Marks a member as removed. The record is kept, because a member without one is admitted: it
-    /// may have joined after the backup from which the records were restored.
+    /// may have joined after the backup from which the records were restored. The tokens that it used
+    /// end with it.
     pub(crate) async fn expel(&self, role: Role, name: &str) -> Result<(), Error> {
         let record = MemberOfCluster {
             role: role.to_string(),
@@ -168,14 +169,19 @@ impl Admission {
             removed: true,
             manages_volumes: false,
         };
-        if self.state.joined.members.create(record).await?.is_ok() {
-            return Ok(());
+        let member = name_of(role, name);
+        if self.state.joined.members.create(record).await?.is_err() {
+            let remove = |record: &mut MemberOfCluster| {
+                (record.removed, record.manages_volumes) = (true, false);
+                Ok(())
+            };
+            self.state.joined.members.update(&member, remove).await?;
         }
-        let remove = |record: &mut MemberOfCluster| {
-            (record.removed, record.manages_volumes) = (true, false);
-            Ok(())
-        };
-        self.state.joined.members.update(&name_of(role, name), remove).await.map(drop)
+        let used = |token: &TokenRecord| token.used_by.as_ref().is_some_and(|by| by.0 == member);
+        for token in self.state.joined.tokens.list().iter().filter(|token| used(token)) {
+            self.state.joined.tokens.remove(&token.secret_hash, |found| used(found)).await?;
+        }
+        Ok(())
     }
 
     /// Returns true if this node may manage volumes that are not attached to it.

@@ -2,7 +2,8 @@
 //!
 //! A token is good for one certificate of its role, for a short time, and only a hash of its
 //! secret is kept. The key that used it first may use it again until it expires, because the
-//! answer can get lost; any other key is refused. A name under which a member joined is
+//! answer can get lost; any other key is refused. A second use changes no record: a member that was
+//! removed or replaced since needs a token of its own. A name under which a member joined is
 //! not given to a second key unless the token names it.
 //!
 //! Records that are an old copy do not know which tokens were used or revoked since. So no token that
@@ -228,9 +229,11 @@ impl Members {
         };
         let (_, first_use) =
             self.state.joined.tokens.update(&name, using).await?.ok_or_else(refused)?;
-        if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
+        if !first_use {
+            self.take_name_again(&member).await?.ok_or_else(refused)?;
+        } else if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
             let unused = |record: &mut TokenRecord| {
-                if first_use && record.used_by.as_ref() == Some(&user) {
+                if record.used_by.as_ref() == Some(&user) {
                     record.used_by = None;
                 }
                 Ok(())
@@ -261,15 +264,43 @@ impl Members {
         Ok(message.to_owned())
     }
 
-    /// Makes a new authority where the former one's key is in foreign hands: no certificate that it
-    /// signed is taken any more, and no token that names it.
-    pub async fn replace_authority(&self) -> Result<String, Error> {
-        self.authority().rotate_at_once()?;
-        self.renew_own()?;
-        self.admission.authority_was_replaced();
-        for token in self.state.joined.tokens.list() {
-            self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
+    /// The fingerprint of the newest authority.
+    pub fn fingerprint(&self) -> String {
+        hex(&self.authority().fingerprint())
+    }
+
+    /// Makes a new authority where the key of this one is in foreign hands: no certificate that it
+    /// signed is taken any more, and no token that names it. One that is trusted no more is replaced
+    /// already, and those who joined again since stay.
+    pub async fn replace_authority(&self, named: &str) -> Result<String, Error> {
+        let fingerprint = from_hex(named).ok_or_else(|| {
+            let rule = "the fingerprint of the authority to be replaced, 64 hex digits: `quoin cluster \
+                        info` shows the present one's";
+            Error::invalid("atOnce", rule)
+        })?;
+        // A crash between the two must leave no token of it.
+        if self.authority().trusts(&fingerprint) {
+            self.end_tokens().await?;
         }
+        let is_news = {
+            let mut authority = self.authority();
+            let is_trusted = authority.trusts(&fingerprint);
+            if is_trusted {
+                authority.rotate_at_once()?;
+                self.admission.authority_was_replaced();
+            }
+            is_trusted
+        };
+        self.renew_own()?;
+        if !is_news {
+            return Ok(format!(
+                "nothing was changed: no certificate of authority {} is taken, and the present one is \
+                 {}",
+                hex(&fingerprint),
+                self.fingerprint()
+            ));
+        }
+        self.end_tokens().await?;
         let message = "no certificate and no join token of the former authority is taken any more; \
                        until they have joined again, pools and nodes go on with each other and hear \
                        nothing from the controller. For each pool, node and admin: make a token \
@@ -280,6 +311,13 @@ impl Members {
                        not, or the other way round";
         self.state.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
         Ok(message.to_owned())
+    }
+
+    async fn end_tokens(&self) -> Result<(), Error> {
+        for token in self.state.joined.tokens.list() {
+            self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
+        }
+        Ok(())
     }
 
     /// The controller's own certificate, from its own authority.
@@ -346,6 +384,15 @@ impl Members {
         Ok(())
     }
 
+    /// Joins once more with a used token, as after a lost answer. None: the name was removed or given to
+    /// another key since, and stays so.
+    async fn take_name_again(&self, member: &MemberOfCluster) -> Result<Option<()>, Error> {
+        let found = self.state.joined.members.create(member.clone()).await?;
+        let is_theirs =
+            |found: &MemberOfCluster| found.key_hash == member.key_hash && !found.removed;
+        Ok(found.map_or_else(|found| is_theirs(&found).then_some(()), |_| Some(())))
+    }
+
     async fn drop_expired_tokens(&self) -> Result<(), Error> {
         let now = now_ms();
         for token in self.state.joined.tokens.list().iter().filter(|token| token.expires_ms <= now)
@@ -367,6 +414,17 @@ impl Members {
 /// A token's name among people: the beginning of its secret's hash.
 pub(crate) fn token_id(token: &TokenRecord) -> &str {
     token.secret_hash.get(..TOKEN_ID_DIGITS).unwrap_or(&token.secret_hash)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<[u8; 32]> {
+    let is_hex = text.len() == 64 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let byte = |n: usize| u8::from_str_radix(text.get(2 * n..2 * n + 2)?, 16).ok();
+    let bytes: Vec<u8> = (0..32).map_while(byte).collect();
+    is_hex.then(|| bytes.try_into().ok()).flatten()
 }
 
 fn with_article(role: &str) -> String {

@@ -16,14 +16,14 @@ use quoin_api::control::{
     self as api, CommandRefused, RemoveSnapshot, RevertTo, SnapshotRef, TargetCommand, VolumeRef,
     command_refused,
 };
-use quoin_types::VolumeId;
+use quoin_types::{SnapshotId, VolumeId};
 
 use super::catalog::Snapshots;
 use crate::state::events::Severity;
 use crate::state::records::{Record, VolumePhase, VolumeRecord};
 use crate::state::revert_records::{RevertPhase, RevertRecord};
 use crate::state::snapshot_records::SnapshotPhase;
-use crate::state::{State, about};
+use crate::state::{State, about, random_id};
 use crate::time::now_ms;
 use crate::{Error, text};
 
@@ -61,19 +61,25 @@ impl Reverts {
         Self { state, catalog }
     }
 
-    /// Records that a volume is to go back to a snapshot, or finds the Revert to it that is under
-    /// way. It is not done yet when this returns: see [`Self::ended`].
+    /// Records that a volume is to go back to a snapshot, or finds the Revert of this id, under way or
+    /// over. It is not done yet when this returns: see [`Self::ended`].
     ///
     /// # Errors
-    /// The volume is attached, or goes back to another snapshot, or the snapshot is not its own.
+    /// The volume is attached, or goes back already, or the snapshot is not its own, or the id is of
+    /// something else.
     pub async fn begin(
         &self,
         volume: Option<&VolumeRef>,
         snapshot: Option<&SnapshotRef>,
+        attempt: SnapshotId,
     ) -> Result<Arc<RevertRecord>, Error> {
         self.state.check_ruling()?;
         self.state.check_term()?;
         let volume = self.state.volume(volume)?;
+        // Its snapshot may be deleted by now, and the volume be attached.
+        if let Some(begun) = begun(&self.state, volume.id.0, attempt)? {
+            return Ok(begun);
+        }
         let snapshot = self.catalog.get(snapshot)?;
         let (name, of) = (&volume.spec.name, snapshot.volume);
         match volume.phase {
@@ -100,7 +106,7 @@ impl Reverts {
         if snapshot.phase == SnapshotPhase::Wished {
             return Err(Error::Busy(format!("snapshot {:?} is not cut yet", snapshot.name)));
         }
-        let wished = RevertRecord::wished(&snapshot, now_ms());
+        let wished = RevertRecord::wished(&snapshot, attempt, now_ms());
         self.last_is_removed(&wished.name()).await;
         let revert = wish(&self.state, wished).await?;
         self.state.tell_target(volume.id.0);
@@ -156,29 +162,76 @@ impl Reverts {
     ///
     /// # Errors
     /// There is no such volume, or no such Revert of it.
-    pub fn get(&self, volume: Option<&VolumeRef>, id: &str) -> Result<Arc<RevertRecord>, Error> {
+    pub fn get(
+        &self,
+        volume: Option<&VolumeRef>,
+        attempt: SnapshotId,
+    ) -> Result<Arc<RevertRecord>, Error> {
+        self.state.check_ruling()?;
         let volume = self.state.volume(volume)?;
-        let found = self.state.snapshots.reverts.get(&volume.id.0.to_string());
-        let shown = || id.chars().take(160).collect::<String>();
-        found
-            .filter(|revert| revert.attempt.0.to_string() == id)
-            .ok_or_else(|| Error::missing("revert", shown()))
+        let found = begun(&self.state, volume.id.0, attempt)?;
+        found.ok_or_else(|| Error::missing("revert", attempt.to_string()))
     }
 }
 
-/// Records a Revert, or finds the one to the same snapshot that is under way.
+/// The id that a caller drew for a Revert.
+pub(crate) fn attempt(id: &str) -> Result<SnapshotId, Error> {
+    let drawn = id.parse().ok().filter(|drawn| *drawn != SnapshotId(0));
+    let rule = "32 hex digits, drawn by the caller for this Revert: a repeat with the same id begins no \
+                second one";
+    drawn.ok_or_else(|| Error::invalid("id", rule))
+}
+
+/// The Revert of this id, if it is the last one of the volume.
+///
+/// # Errors
+/// It was followed by another one.
+fn begun(
+    state: &State,
+    volume: VolumeId,
+    attempt: SnapshotId,
+) -> Result<Option<Arc<RevertRecord>>, Error> {
+    let last = state.snapshots.reverts.get(&volume.to_string());
+    if let Some(last) = &last
+        && last.former.iter().any(|former| former.0 == attempt)
+    {
+        return Err(Error::Precondition(format!(
+            "Revert {attempt} of the volume is over, and a later one followed it, to snapshot {:?}: to \
+             go back once more, begin a new one",
+            last.snapshot_name
+        )));
+    }
+    Ok(last.filter(|last| last.attempt.0 == attempt))
+}
+
+/// Checks that an id that was drawn for a Revert is of nothing else: its hidden snapshot is removed
+/// under it.
+fn check_unused(state: &State, attempt: SnapshotId) -> Result<(), Error> {
+    let is_snapshot = state.snapshots.records.get(&attempt.to_string()).is_some();
+    let of_another = state.snapshots.reverts.index(|index| index.volume_of(attempt)).is_some();
+    if is_snapshot || of_another {
+        let rule =
+            format!("{attempt} is of a snapshot or of another volume's Revert: draw another one");
+        return Err(Error::invalid("id", rule));
+    }
+    Ok(())
+}
+
+/// Records a Revert, or finds it.
 async fn wish(state: &State, wished: RevertRecord) -> Result<Arc<RevertRecord>, Error> {
     let _excluding = state.snapshots.reverting.write().await;
     let tables = &state.snapshots;
     let name = wished.name();
+    if let Some(begun) = begun(state, wished.volume.0, wished.attempt.0)? {
+        return Ok(begun);
+    }
+    check_unused(state, wished.attempt.0)?;
     if let Some(last) = tables.reverts.get(&name).filter(|last| last.is_open()) {
-        if last.is_under_way() && last.snapshot == wished.snapshot {
-            return Ok(last);
-        }
         return Err(Error::Busy(match last.is_under_way() {
             true => format!(
-                "the volume goes back to snapshot {:?}; try again afterwards",
-                last.snapshot_name
+                "the volume goes back to snapshot {:?} (`quoin snapshot revert {} --id {}` waits for \
+                 it); try again afterwards",
+                last.snapshot_name, last.volume.0, last.attempt.0
             ),
             false => "the volume's last Revert ends in a moment; try again".to_owned(),
         }));
@@ -208,7 +261,7 @@ async fn wish(state: &State, wished: RevertRecord) -> Result<Arc<RevertRecord>, 
         if last.is_open() {
             return Err(Error::Busy("another Revert was begun; try again".to_owned()));
         }
-        last.clone_from(&wished);
+        last.replace_by(&wished);
         Ok(())
     };
     let replaced = tables.reverts.update(&name, replace).await?;
@@ -231,7 +284,8 @@ pub(super) async fn show_newest(state: &State, id: VolumeId) -> Result<(), Error
     if last.is_some_and(|last| last.is_open() || last.trims && last.snapshot == newest.id) {
         return Ok(());
     }
-    let wished = RevertRecord { trims: true, ..RevertRecord::wished(&newest, now_ms()) };
+    let attempt = SnapshotId(random_id());
+    let wished = RevertRecord { trims: true, ..RevertRecord::wished(&newest, attempt, now_ms()) };
     match wish(state, wished).await {
         // Something came between, and the end of that brings the volume here again.
         Err(Error::Busy(_) | Error::Precondition(_) | Error::NotFound { .. }) => Ok(()),
@@ -403,8 +457,6 @@ pub(crate) fn view(state: &State, revert: &RevertRecord) -> api::Revert {
 
 #[cfg(test)]
 mod tests {
-    use quoin_types::ids::SnapshotId;
-
     use super::*;
     use crate::state::revert_records::tests::revert;
 

@@ -150,7 +150,7 @@ impl Schedules {
         let Some(schedule) = self.state.snapshots.schedules.get(name) else {
             return Ok(Next::Rest);
         };
-        let made = self.state.snapshots.of_schedule(name);
+        let made = self.state.snapshots.of_schedule(&schedule);
         self.delete_old(&schedule, &made, now_ms).await?;
         if made.iter().any(|snapshot| snapshot.phase == SnapshotPhase::Wished) {
             return Ok(Next::After(WAITS));

@@ -139,14 +139,14 @@ pub(crate) fn of_volume(state: &State, volume: VolumeId) -> (u32, Option<api::Sn
 
 /// Age of the newest snapshot of a schedule; of the schedule itself where it has none.
 pub(crate) fn newest_age_ms(state: &State, schedule: &ScheduleRecord) -> u64 {
-    let all = state.snapshots.of_schedule(&schedule.name);
+    let all = state.snapshots.of_schedule(schedule);
     let since_ms = newest(&all).map_or(schedule.created_ms, |newest| newest.cut_ms());
     now_ms().saturating_sub(since_ms)
 }
 
 /// The message of a schedule.
 pub(crate) fn schedule(state: &State, schedule: &ScheduleRecord) -> api::Schedule {
-    let all = state.snapshots.of_schedule(&schedule.name);
+    let all = state.snapshots.of_schedule(schedule);
     let now_ms = now_ms();
     let waiting = all.iter().find(|snapshot| snapshot.phase == SnapshotPhase::Wished);
     let waiting_for = waiting.map(|waiting| {

@@ -261,6 +261,8 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         topology: words(&[("zone", "a")]),
         start_counter: 5,
         start_nonce: 0,
+        former_start: 4,
+        former_nonce: 40,
         mark: 0,
         rolled_back: true,
         scrub_request: 2,
@@ -395,6 +397,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         failure: "in words".into(),
         recorded: true,
         trims: false,
+        former: vec![Text(SnapshotId(0xa76))],
     };
     for (name, phase) in [
         ("revert-wished", RevertPhase::Wished),

@@ -529,6 +529,9 @@ pub struct PoolRecord {
     pub start_counter: u64,
     /// Nonce of the start with that counter; 0: not reported. Another one means the same.
     pub start_nonce: u64,
+    /// Start before that one, and its nonce; 0: none is known. A report with them is late.
+    pub former_start: u64,
+    pub former_nonce: u64,
     /// The highest mark that it told: a count that moves with what it promises and acknowledges.
     pub mark: u64,
     pub rolled_back: bool,

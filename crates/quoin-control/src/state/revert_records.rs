@@ -7,7 +7,6 @@ use quoin_types::ids::SnapshotId;
 use serde::{Deserialize, Serialize};
 
 use crate::state::changes::Concerned;
-use crate::state::random_id;
 use crate::state::records::{Record, Text};
 use crate::state::snapshot_records::SnapshotRecord;
 use crate::state::table::Index;
@@ -49,14 +48,20 @@ pub struct RevertRecord {
     /// Made by the controller itself: the volume is kept for its snapshots alone.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub trims: bool,
+    /// Ids of the Reverts before it, the last ones: a late repeat of one of them begins none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub former: Vec<Text<SnapshotId>>,
 }
+
+/// Former Reverts of a volume that are remembered.
+const FORMER_MAX: usize = 32;
 
 impl RevertRecord {
     /// Returns an attempt whose target is still to be told.
-    pub(crate) fn wished(snapshot: &SnapshotRecord, now_ms: u64) -> Self {
+    pub(crate) fn wished(snapshot: &SnapshotRecord, attempt: SnapshotId, now_ms: u64) -> Self {
         Self {
             volume: snapshot.volume,
-            attempt: Text(SnapshotId(random_id())),
+            attempt: Text(attempt),
             snapshot: snapshot.id,
             snapshot_name: snapshot.name.clone(),
             phase: RevertPhase::Wished,
@@ -66,7 +71,16 @@ impl RevertRecord {
             failure: String::new(),
             recorded: false,
             trims: false,
+            former: Vec::new(),
         }
+    }
+
+    /// Begins the next Revert of the volume in the place of this one.
+    pub(crate) fn replace_by(&mut self, next: &Self) {
+        let mut former = std::mem::take(&mut self.former);
+        former.push(self.attempt);
+        former.drain(..former.len().saturating_sub(FORMER_MAX));
+        *self = Self { former, ..next.clone() };
     }
 
     /// The volume's content may change by it at any moment: nobody may attach the volume.
@@ -195,7 +209,16 @@ pub(crate) mod tests {
             failure: String::new(),
             recorded: false,
             trims: false,
+            former: Vec::new(),
         }
+    }
+
+    #[test]
+    fn the_former_reverts_that_are_remembered_are_the_last_ones_and_have_a_limit() {
+        let mut last = revert(7, 1);
+        (2..=100).for_each(|attempt| last.replace_by(&revert(7, attempt)));
+        assert_eq!((last.attempt.0, last.former.len()), (SnapshotId(100), FORMER_MAX));
+        assert_eq!(last.former.last(), Some(&Text(SnapshotId(99))));
     }
 
     #[test]

@@ -436,9 +436,12 @@ impl SnapshotTables {
         self.records.indexed(|index| index.of_volume(volume))
     }
 
-    /// All snapshots that a schedule made.
-    pub fn of_schedule(&self, schedule: &str) -> Vec<Arc<SnapshotRecord>> {
-        self.records.indexed(|index| index.of_schedule(schedule))
+    /// All snapshots that a schedule made of its volume. Those that an earlier schedule of the same name
+    /// left of another volume are none of its own.
+    pub fn of_schedule(&self, schedule: &ScheduleRecord) -> Vec<Arc<SnapshotRecord>> {
+        let mut made = self.records.indexed(|index| index.of_schedule(&schedule.name));
+        made.retain(|snapshot| snapshot.volume == schedule.volume);
+        made
     }
 
     /// All snapshots of a group, those of attempts that did not count included.

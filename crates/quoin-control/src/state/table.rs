@@ -311,6 +311,8 @@ mod tests {
             topology: Default::default(),
             start_counter: 1,
             start_nonce: 2,
+            former_start: 0,
+            former_nonce: 0,
             mark: 3,
             rolled_back: false,
             scrub_request: 0,

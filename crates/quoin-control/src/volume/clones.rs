@@ -128,7 +128,8 @@ impl Clones {
         Ok(volume)
     }
 
-    /// The snapshot for a copy of a volume: the one that an earlier request for the same copy made.
+    /// The snapshot for a copy of a volume: the one that an earlier request for the same copy made,
+    /// where that was never answered or the snapshot was not cut yet.
     async fn cut(
         &self,
         name: &str,
@@ -362,6 +363,24 @@ impl Prepared {
         };
         let updated = state.snapshots.records.update(&self.snapshot.name(), change).await?;
         updated.map(drop).ok_or_else(gone)
+    }
+
+    /// Gives up the snapshot that was made for a copy, of which the requester hears that it is not made:
+    /// the next request is for the content of its own time. A request without an answer leaves it for
+    /// its repeat.
+    pub async fn give_up(&self, state: &State) -> Result<(), Error> {
+        if !self.of_volume {
+            return Ok(());
+        }
+        let _changing = state.snapshots.changing.lock().await;
+        // Another request for the same copy may have made it.
+        let change =
+            |snapshot: &mut SnapshotRecord| Ok(snapshot.used_by.is_empty() && snapshot.remove());
+        let updated = state.snapshots.records.update(&self.snapshot.name(), change).await?;
+        if updated.is_some_and(|(_, removed)| removed) {
+            state.tell_target(self.volume.id.0);
+        }
+        Ok(())
     }
 }
 

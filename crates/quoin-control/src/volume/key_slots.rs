@@ -27,12 +27,17 @@ impl KeySlots {
         let given = asked.encryption.as_ref();
         let given = given.ok_or_else(|| invalid("it is missing".to_owned()))?;
         let given = Encryption::try_from(given).map_err(|rule| invalid(rule.to_string()))?;
+        if asked.resource_version == 0 {
+            let rule = "the version of the volume whose slots were read and changed is needed: slots that \
+                        another one changed since would be lost";
+            return Err(Error::invalid("resourceVersion", rule));
+        }
         let volume = self.state.volume(asked.volume.as_ref())?;
         let name = volume.spec.name.clone();
         let found = self.state.volumes.versioned(&volume.id.0.to_string());
         let (revision, volume) = found.ok_or_else(|| Error::missing("volume", &name))?;
         let read = volume.spec.encryption.clone();
-        if asked.resource_version != 0 && asked.resource_version != revision {
+        if asked.resource_version != revision {
             return Err(changed(&name));
         }
         let change = |volume: &mut VolumeRecord| {
@@ -45,7 +50,7 @@ impl KeySlots {
                 return Err(invalid(format!("the slots are not of volume {name:?}'s data key")));
             }
             // The change is of the slots that were read, whatever else of the record changed.
-            if asked.resource_version != 0 && volume.spec.encryption != read {
+            if volume.spec.encryption != read {
                 return Err(changed(&name));
             }
             let is_news = *present != given;

@@ -255,6 +255,32 @@ impl VerifyRecord {
     }
 }
 
+/// Gives up all verifications and repairs that are wanted, after the records were restored: each may
+/// have ended since, and what was written after it is not to be repaired from a replica of before.
+pub(crate) async fn give_up_all(state: &State) -> Result<(), Error> {
+    for record in state.verifications.list() {
+        let give_up = |record: &mut VerifyRecord| {
+            let gives_up = record.state == VerifyState::Open;
+            if gives_up {
+                (record.state, record.ended_ms) = (VerifyState::Failed, now_ms());
+                record.message =
+                    "the records were restored while it was under way, and whether it \
+                                  ended since is not known: ask for it again where it is wanted"
+                        .to_owned();
+            }
+            Ok(gives_up)
+        };
+        let updated = state.verifications.update(&record.name(), give_up).await?;
+        if let Some((record, true)) = updated
+            && let Some(volume) = state.volumes.get(&record.name())
+        {
+            let (severity, message) = record.news();
+            state.events.record(severity, about(&volume), "VerificationGivenUp", message);
+        }
+    }
+    Ok(())
+}
+
 /// Verifications that are wanted, and how far their targets are.
 pub struct Verifier {
     state: Arc<State>,

@@ -388,6 +388,47 @@ async fn a_token_is_good_for_one_key_of_its_role_and_name_until_it_expires() {
 }
 
 #[tokio::test]
+async fn a_used_token_that_is_sent_again_undoes_no_removal_and_no_replacement() {
+    let server = Server::start().await;
+    let attempt = |token: JoinToken, role: Role, name: &'static str, home: &'static str| {
+        let (address, dir) = (server.address.clone(), server.home(home));
+        async move {
+            // The key stays, and the answer is as good as lost.
+            let _ = std::fs::remove_file(dir.join("cert.pem"));
+            join(&address, &token, role, name, &dir).await.map_err(|e| e.to_string())
+        }
+    };
+    let first = server.token("node", "n1", 60).await;
+    attempt(first.clone(), Role::Node, "n1", "former").await.unwrap();
+    attempt(first.clone(), Role::Node, "n1", "former").await.unwrap();
+    let second = server.token("node", "n1", 60).await;
+    let successor = attempt(second.clone(), Role::Node, "n1", "successor").await.unwrap();
+    let error = attempt(first, Role::Node, "n1", "former").await.unwrap_err();
+    assert!(error.contains("unknown, used or expired"), "{error}");
+    reported(&server, &successor).await;
+
+    let token = server.token("admin", "ops", 60).await;
+    attempt(token.clone(), Role::Admin, "ops", "ops").await.unwrap();
+    let other = server.token("admin", "ci", 60).await;
+    attempt(other, Role::Admin, "ci", "ci").await.unwrap();
+    let members = &server.controller.membership.members;
+    let before = members.join_tokens().len();
+    server.admin().remove_admin(RemoveAdminRequest { admin: "ops".into() }).await.unwrap();
+    assert_eq!(members.join_tokens().len(), before - 1, "the token that it used ends with it");
+    let error = attempt(token, Role::Admin, "ops", "ops").await.unwrap_err();
+    assert!(error.contains("unknown, used or expired"), "{error}");
+    let admins = server.controller.membership.admission.admins();
+    assert_eq!(admins.iter().map(|admin| &admin.holder).collect::<Vec<_>>(), ["ci"]);
+    server.stop().await;
+}
+
+async fn reported(server: &Server, node: &Identity) {
+    let mut agent = AgentClient::new(node.channel(&server.address).unwrap());
+    let report = NodeReport { node: "n1".into(), ..NodeReport::default() };
+    agent.report_node(report).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_newcomer_gives_its_token_to_the_controller_that_made_it_and_to_no_other() {
     let (ours, theirs) = (Server::start().await, Server::start().await);
     let token = ours.token("pool", "", 60).await;

@@ -164,8 +164,18 @@ async fn an_authority_that_is_replaced_at_once_ends_every_certificate_until_its_
     standing.report_node(report.clone()).await.unwrap();
 
     let mut governing = ClusterClient::new(admin.channel(&server.address).unwrap());
-    let at_once = RotateAuthorityRequest { at_once: true };
-    let told = governing.rotate_authority(at_once).await.unwrap().into_inner().message;
+    let authority = async |server: &Server| {
+        let info = server.admin().get_cluster_info(GetClusterInfoRequest {}).await.unwrap();
+        info.into_inner().authority
+    };
+    let former = authority(&server).await;
+    let at_once = |at_once: &str| RotateAuthorityRequest { at_once: at_once.to_owned() };
+    for malformed in ["x", &former[1..], &"ä".repeat(32)] {
+        let refused = governing.rotate_authority(at_once(malformed)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        assert!(refused.message().contains("quoin cluster info"), "{refused}");
+    }
+    let told = governing.rotate_authority(at_once(&former)).await.unwrap().into_inner().message;
     assert!(told.contains("quoin token create") && told.contains("cert.pem"), "{told}");
 
     is_refused(standing.report_node(report).await.map(drop), "authority that was replaced");
@@ -181,6 +191,15 @@ async fn an_authority_that_is_replaced_at_once_ends_every_certificate_until_its_
     std::fs::remove_file(home.join("cert.pem")).unwrap();
     let again = join(&server.address, &token, Role::Node, "n1", &home).await.unwrap();
     reports(&server, &again).await.unwrap();
+    // The answer was lost, and the request is sent again.
+    let present = authority(&server).await;
+    let kept = server.token("pool", "", 60).await;
+    let told =
+        server.admin().rotate_authority(at_once(&former)).await.unwrap().into_inner().message;
+    assert!(told.contains("nothing was changed") && told.contains(&present), "{told}");
+    assert_eq!(authority(&server).await, present);
+    reports(&server, &again).await.unwrap();
+    join(&server.address, &kept, Role::Pool, "p1", &server.home("p2")).await.unwrap();
     server.stop().await;
 }
 

@@ -219,6 +219,37 @@ async fn a_volume_is_copied_by_a_snapshot_that_nobody_sees_and_that_goes_with_th
 }
 
 #[tokio::test]
+async fn a_copy_that_was_answered_with_an_error_is_of_the_content_of_the_next_request() {
+    let mut cluster = attached().await;
+    let source = of_volume(by_name("db"));
+    let cut = |cluster: &Cluster| cluster.store.keys("snapshot/");
+    let error = cluster.copy(&asked("copy"), 0, &source).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    cluster.obey("n1").await.unwrap();
+    let first = cut(&cluster);
+    // A request that was never answered leaves its snapshot for its repeat.
+    let clones = &cluster.controller.volumes.clones;
+    drop(clones.prepare("copy", &source, Duration::ZERO).await.unwrap());
+    assert_eq!(cut(&cluster), first);
+    let error = cluster.copy(&asked("copy"), GIB / 2, &source).await.unwrap_err();
+    assert_eq!(error.code(), Code::OutOfRange, "{error}");
+    cluster.obey("n1").await.unwrap();
+    let error = cluster.copy(&asked("copy"), 0, &source).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "cut anew: {error}");
+    assert!(first.iter().all(|former| !cut(&cluster).contains(former)));
+    cluster.obey("n1").await.unwrap();
+    // A second request for the same copy that is refused takes nothing from the one that made it.
+    let prepared = clones.prepare("copy", &source, Duration::ZERO).await.unwrap();
+    cluster.copy(&asked("copy"), 0, &source).await.unwrap();
+    let catalog = &cluster.controller.volumes.catalog;
+    let error = catalog.create_from(&asked("copy"), 2 * GIB, 0, &prepared).await.unwrap_err();
+    assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+    assert_eq!(cluster.commands("n1"), [], "the snapshot of the copy stays");
+    cluster.settle().await.unwrap();
+    assert_eq!(cluster.shown("copy").phase, "Ready");
+}
+
+#[tokio::test]
 async fn replicas_for_which_no_pool_with_the_source_is_left_are_rebuilt_from_the_others() {
     let mut cluster = Cluster::of(4).await;
     cluster.create("db").await;

@@ -48,12 +48,18 @@ async fn slots_are_replaced_for_the_same_data_key_and_the_version_that_was_read(
     let code = |outcome: Result<_, quoin_control::Error>| outcome.map(drop).unwrap_err().code();
     let stale = slots.set(&set(&encryption, version)).await;
     assert_eq!(code(stale), Code::Aborted);
+    // Slots that name no version would undo whatever was changed since they were read.
+    let version = cluster.shown("db").resource_version;
+    let unread = slots.set(&set(&encryption, 0)).await.unwrap_err();
+    assert_eq!(unread.code(), Code::InvalidArgument);
+    assert!(unread.to_string().starts_with("resourceVersion"), "{unread}");
     // With another data key, the data would be lost.
     let other = Encryption::create(&user(1), "a").unwrap();
-    assert_eq!(code(slots.set(&set(&other, 0)).await), Code::InvalidArgument);
-    let none = SetKeySlotsRequest { encryption: None, ..set(&encryption, 0) };
+    assert_eq!(code(slots.set(&set(&other, version)).await), Code::InvalidArgument);
+    let none = SetKeySlotsRequest { encryption: None, ..set(&encryption, version) };
     assert_eq!(code(slots.set(&none).await), Code::InvalidArgument);
     catalog.create(&spec("plain"), 0).await.unwrap();
-    let plain = SetKeySlotsRequest { volume: by_name("plain"), ..set(&encryption, 0) };
+    let version = cluster.shown("plain").resource_version;
+    let plain = SetKeySlotsRequest { volume: by_name("plain"), ..set(&encryption, version) };
     assert_eq!(code(slots.set(&plain).await), Code::FailedPrecondition);
 }

@@ -295,6 +295,39 @@ async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
     assert!(message.is_some_and(|e| e.message.contains("mark 2") && e.message.contains("mark 3")));
 }
 
+/// A report that was on its way as the process was killed arrives after the next process's first.
+#[tokio::test]
+async fn a_late_report_of_a_pools_former_process_is_no_older_state_of_its_disk() {
+    let mut cluster = Cluster::new().await;
+    let pool = &mut cluster.pools[0];
+    (pool.start_counter, pool.start_nonce, pool.mark) = (5, 50, 1);
+    let former = pool.report();
+    let left = PoolReport { leaving: true, start_counter: 0, ..former.clone() };
+    let present = PoolReport {
+        start_counter: 6,
+        start_nonce: 60,
+        address: "10.9.9.9:1".into(),
+        free_bytes: 4096,
+        mark: 2,
+        ..former.clone()
+    };
+    let reports = &cluster.controller.reports;
+    for report in [&former, &present, &former, &left, &former] {
+        reports.pool(report).await.unwrap();
+    }
+    let shown = || {
+        let pools = cluster.controller.status.pools();
+        pools.into_iter().find(|pool| pool.name == former.pool).unwrap()
+    };
+    assert!(!cluster.controller.state.is_rolled_back(&former.pool));
+    assert_eq!((shown().state.as_str(), shown().address.as_str()), ("Online", "10.9.9.9:1"));
+    assert!(!cluster.reasons().contains(&"PoolRolledBack".to_owned()));
+    // A disk that went back to that time draws another nonce with the same start.
+    let older = PoolReport { start_nonce: 51, ..former.clone() };
+    reports.pool(&older).await.unwrap();
+    assert!(cluster.controller.state.is_rolled_back(&former.pool));
+}
+
 /// The last report of a process that ends in order has the mark and no start.
 #[tokio::test]
 async fn the_mark_of_a_pools_last_report_is_kept() {

@@ -12,6 +12,7 @@ use quoin_api::control::{
 };
 use quoin_control::Error;
 use quoin_control::revert_records::{RevertPhase, RevertRecord};
+use quoin_types::SnapshotId;
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name};
@@ -21,8 +22,17 @@ const NOW: Duration = Duration::ZERO;
 
 impl Cluster {
     async fn revert(&self, volume: &str, snapshot: &str) -> Result<Arc<RevertRecord>, Error> {
+        self.revert_by(volume, snapshot, SnapshotId(rand::random())).await
+    }
+
+    async fn revert_by(
+        &self,
+        volume: &str,
+        snapshot: &str,
+        attempt: SnapshotId,
+    ) -> Result<Arc<RevertRecord>, Error> {
         let reverts = &self.controller.snapshots.reverts;
-        reverts.begin(by_name(volume).as_ref(), named(snapshot).as_ref()).await
+        reverts.begin(by_name(volume).as_ref(), named(snapshot).as_ref(), attempt).await
     }
 
     async fn now(&self, revert: &Arc<RevertRecord>) -> Arc<RevertRecord> {
@@ -72,7 +82,11 @@ async fn a_volume_goes_back_while_nobody_has_it_and_nobody_gets_it_meanwhile() {
     assert!(!cluster.opens_to_write("db", &node, 6).await, "a snapshot is made by what reads");
     let wished = cluster.revert("db", "s").await.unwrap();
     assert_eq!(wished.phase, RevertPhase::Wished);
-    assert_eq!(cluster.revert("db", "s").await.unwrap(), wished, "the same request");
+    let repeated = cluster.revert_by("db", "s", wished.attempt.0).await.unwrap();
+    assert_eq!(repeated, wished, "the same request");
+    let other = cluster.revert("db", "s").await.unwrap_err();
+    assert_eq!(other.code(), tonic::Code::Unavailable, "{other}");
+    assert!(other.to_string().contains(&format!("--id {}", wished.attempt.0)), "{other}");
     let refused = cluster.attach("db", "n1").await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::Unavailable, "{refused}");
     let [command] = &cluster.commands(&node)[..] else { panic!("one command") };
@@ -104,6 +118,38 @@ async fn the_record_of_a_revert_in_the_history_is_removed_before_the_next_one_be
     let second = cluster.revert("db", "s").await.unwrap();
     assert_ne!(second.attempt, first.attempt, "an attempt has an id of its own");
     assert_eq!(cluster.store.keys("revert/").len(), 1);
+}
+
+#[tokio::test]
+async fn a_revert_that_is_sent_again_begins_no_second_one_whatever_came_after_it() {
+    let (cluster, node) = Cluster::detached().await;
+    let reverts = &cluster.controller.snapshots.reverts;
+    let first = cluster.revert("db", "s").await.unwrap();
+    cluster.obey(&node).await.unwrap();
+    cluster.obey(&node).await.unwrap();
+    let done = cluster.now(&first).await;
+    assert!(done.phase == RevertPhase::Done && !done.is_open());
+    // The volume is used meanwhile, and the answer was lost.
+    cluster.attach("db", "n1").await.unwrap();
+    assert_eq!(cluster.revert_by("db", "s", first.attempt.0).await.unwrap(), done);
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    assert_eq!(cluster.revert_by("db", "s", first.attempt.0).await.unwrap(), done);
+    assert_eq!(reverts.get(by_name("db").as_ref(), first.attempt.0).unwrap(), done);
+
+    // Another one has followed it.
+    let second = cluster.revert("db", "s").await.unwrap();
+    let node = cluster.lent().await;
+    cluster.obey(&node).await.unwrap();
+    cluster.obey(&node).await.unwrap();
+    let late = cluster.revert_by("db", "s", first.attempt.0).await.unwrap_err();
+    assert_eq!(late.code(), tonic::Code::FailedPrecondition, "{late}");
+    assert_eq!(cluster.now(&second).await.phase, RevertPhase::Done);
+    let unknown = reverts.get(by_name("db").as_ref(), SnapshotId(9)).unwrap_err();
+    assert_eq!(unknown.code(), tonic::Code::NotFound, "{unknown}");
+    // Its hidden snapshot is removed under the id.
+    let taken = cluster.snapshot("s").unwrap().id.0;
+    let refused = cluster.revert_by("db", "s", taken).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::InvalidArgument, "{refused}");
 }
 
 #[tokio::test]

@@ -11,11 +11,11 @@ use quoin_api::control::{
     PoolHoldings, SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef,
     VolumeReverted, command_refused,
 };
-use quoin_control::Error;
 use quoin_control::records::{VolumePhase, VolumeRecord};
 use quoin_control::salvage::{RecoverRecords, Told as Holdings};
-use quoin_control::snapshot_records::{SnapshotPhase, SnapshotRecord};
+use quoin_control::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
 use quoin_control::store::Store;
+use quoin_control::{Error, Verifying};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, Memory, by_name, pools};
@@ -427,6 +427,29 @@ async fn attempts_under_way_are_given_up_when_records_are_recovered_and_what_is_
     assert!(cluster.reasons().contains(&"SnapshotGivenUp".to_owned()));
 }
 
+#[tokio::test]
+async fn a_verification_under_way_is_given_up_when_records_are_recovered_and_an_ended_one_stays() {
+    let mut cluster = Cluster::new().await;
+    for name in ["db", "other"] {
+        cluster.create(name).await;
+        let verifier = &cluster.controller.volumes.verifier;
+        let repair = Verifying::Repair { from: None };
+        verifier.verify(by_name(name).as_ref(), repair).await.unwrap();
+    }
+    let verifier = &cluster.controller.volumes.verifier;
+    verifier.verify(by_name("other").as_ref(), Verifying::Stop).await.unwrap();
+    cluster.offline_after = Duration::from_millis(200);
+    cluster.restart().await;
+    let without_pools = ["p1", "p2", "p3"].map(str::to_owned).to_vec();
+    let asked = RecoverRecords { without_pools, ..RecoverRecords::default() };
+    cluster.controller.disaster.records.recover(&asked).await.unwrap();
+    let shown = |name: &str| cluster.shown(name).verification.unwrap();
+    assert_eq!(shown("db").state, "failed");
+    assert!(shown("db").message.contains("ask for it again"), "{:?}", shown("db"));
+    assert_eq!((shown("other").state.as_str(), shown("other").message.as_str()), ("stopped", ""));
+    assert_eq!(cluster.reasons().iter().filter(|r| *r == "VerificationGivenUp").count(), 1);
+}
+
 /// A pool's account of a volume: the record as it was told of it, and its snapshots by id, with LSN
 /// 9 of each.
 fn holding(pool: &str, volume: &VolumeRecord, note: Vec<u8>, ids: &[u128]) -> Holding {
@@ -692,4 +715,39 @@ async fn a_schedule_begins_no_snapshot_while_one_waits_and_deletes_what_it_does_
     cluster.controller.snapshots.keeper.look_at_all().await.unwrap();
     assert!(schedules.get("hourly").is_err());
     cluster.settle().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_schedule_under_a_used_name_counts_and_deletes_no_snapshot_of_another_volume() {
+    let mut cluster = attached().await;
+    cluster.create("web").await;
+    cluster.attach("web", "n1").await.unwrap();
+    let schedules = cluster.controller.snapshots.schedules.clone();
+    let run = async |schedule: &ScheduleRecord, times| {
+        for n in 0..times {
+            let at_ms = schedule.created_ms + n * 3_600_000;
+            schedules.look("hourly", at_ms).await.unwrap();
+            cluster.obey("n1").await.unwrap();
+            schedules.look("hourly", at_ms).await.unwrap();
+            cluster.obey("n1").await.unwrap();
+        }
+    };
+    let of = |volume: &str| {
+        let volume = by_name(volume);
+        let catalog = &cluster.controller.snapshots.catalog;
+        catalog.list(volume.as_ref(), 0, "", false, |_| true).unwrap().0.len()
+    };
+    run(&*schedules.create(&hourly(3, 0)).await.unwrap(), 3).await;
+    // One that waits for its cut holds up no other schedule's.
+    cluster.snap("db", "by-hand").await.unwrap();
+    assert_eq!(of("db"), 4);
+    schedules.delete("hourly").await.unwrap();
+
+    // The clock of the second schedule's runs is later, and so are its names.
+    let of_web = CreateScheduleRequest { volume: by_name("web"), ..hourly(1, 0) };
+    let schedule = schedules.create(&of_web).await.unwrap();
+    let later =
+        ScheduleRecord { created_ms: schedule.created_ms + 9 * 3_600_000, ..(*schedule).clone() };
+    run(&later, 3).await;
+    assert_eq!((of("db"), of("web")), (4, 1));
 }

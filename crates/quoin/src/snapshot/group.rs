@@ -200,7 +200,7 @@ pub async fn create(
         }
         tokio::select! {
             () = tokio::time::sleep(POLL_INTERVAL) => {}
-            _ = interrupts.recv() => bail!(crate::pace::Interrupted(format!(
+            _ = interrupts.recv() => bail!(crate::pace::Interrupted::new(format!(
                 "group snapshot {name} waits for {}", group.waiting_for
             ))),
         }

@@ -2,12 +2,13 @@
 
 use anyhow::{Result, bail};
 use quoin_api::control::{Revert, RevertVolumeRequest, Snapshot, SnapshotRef};
+use quoin_types::SnapshotId;
 use serde::Serialize;
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
 use super::{POLL_INTERVAL, REPORT_INTERVAL, get};
-use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, unanswered};
 use crate::events::show_time;
 use crate::output::{self, Format};
 
@@ -15,14 +16,20 @@ pub const HELP: &str = "Example:\n  quoin snapshot create db --name before-rever
                         quoin volume detach db\n  quoin snapshot revert db before-upgrade\n\
                         Nobody may have the volume attached, and nobody can attach it until it is \
                         done.\nA snapshot of the volume as it is now makes the Revert one that can be \
-                        taken back.";
+                        taken back.\nEach run begins a Revert with an id of its own, which it prints. \
+                        Interrupted, or without an answer, wait for that one:\n  \
+                        quoin snapshot revert db --id ID";
 
 #[derive(clap::Args)]
 pub struct RevertOptions {
     /// The volume's name or id.
     volume: String,
     /// The snapshot's name or id.
-    snapshot: String,
+    #[arg(required_unless_present = "id", conflicts_with = "id")]
+    snapshot: Option<String>,
+    /// Wait for the Revert of this id, which was begun before, and begin none.
+    #[arg(long)]
+    id: Option<SnapshotId>,
     /// Do not ask.
     #[arg(long, short)]
     yes: bool,
@@ -85,29 +92,42 @@ pub async fn run(
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
     let name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-    let snapshot = get(cluster, &options.snapshot).await?;
-    if !options.yes {
-        confirm(&name, &snapshot)?;
+    let mut request =
+        RevertVolumeRequest { volume: Some(id_ref(&volume.id)), ..RevertVolumeRequest::default() };
+    match (options.id, options.snapshot) {
+        (Some(id), _) => (request.id, request.wait_only) = (id.to_string(), true),
+        (None, snapshot) => {
+            let snapshot = get(cluster, &snapshot.unwrap_or_default()).await?;
+            if !options.yes {
+                confirm(&name, &snapshot)?;
+            }
+            request.id = SnapshotId(rand::random()).to_string();
+            eprintln!(
+                "volume {name} is to go back to snapshot {}, by Revert {}",
+                snapshot.name, request.id
+            );
+            request.snapshot = Some(SnapshotRef { id: snapshot.id, name: String::new() });
+        }
     }
-    let mut request = RevertVolumeRequest {
-        volume: Some(id_ref(&volume.id)),
-        snapshot: Some(SnapshotRef { id: snapshot.id.clone(), name: String::new() }),
-        id: String::new(),
-    };
+    let again = format!("`quoin snapshot revert {} --id {}`", output::quoted(&name), request.id);
+    // Another Revert would undo what is written after the first one.
+    let lost = format!("If the Revert was begun, it goes on: {again} waits for it");
     let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
     let began = Instant::now();
     let mut reported = None::<Instant>;
     let revert = loop {
         let revert = tokio::select! {
-            revert = cluster.revert_volume(request.clone()) => revert.map_err(refusal)?.into_inner(),
-            _ = interrupts.recv() => bail!(crate::pace::Interrupted(format!(
-                "volume {name} goes back to snapshot {}", snapshot.name
-            ))),
+            revert = cluster.revert_volume(request.clone()) => {
+                revert.map_err(|status| unanswered(status, &lost))?.into_inner()
+            }
+            _ = interrupts.recv() => bail!(crate::pace::Interrupted::with_command(
+                format!("Revert {} of volume {name}", request.id), again
+            )),
         };
         if revert.phase != "Wished" {
             break revert;
         }
-        request.id.clone_from(&revert.id);
+        request.wait_only = true;
         if reported.is_none_or(|at| at.elapsed() >= REPORT_INTERVAL) {
             eprintln!("volume {name} goes back, and waits for {}", revert.waiting_for);
             reported = Some(Instant::now());
@@ -115,9 +135,8 @@ pub async fn run(
         if began.elapsed() > client.timeout() {
             bail!(
                 "volume {name} does not show snapshot {} after {} s; it waits for {}, and goes back \
-                 as soon as that is there: run the command again to wait on, and see `quoin volume \
-                 get {}`",
-                snapshot.name,
+                 as soon as that is there: {again} waits on, and `quoin volume get {}` shows it",
+                revert.snapshot_name,
                 client.timeout,
                 revert.waiting_for,
                 output::quoted(&name)
@@ -129,9 +148,12 @@ pub async fn run(
     if view.phase == "Failed" {
         bail!("volume {name} stays as it is: {}", view.message);
     }
+    // The snapshot may be deleted by now.
+    let snapshot = get(cluster, &view.snapshot_id).await.ok();
     output::print_one(format, &view, || {
-        let cut = snapshot.cut_at.as_ref().map(show_time).unwrap_or_default();
-        format!("volume {name} shows snapshot {} again: its content as of {cut}", view.snapshot)
+        let cut_at = snapshot.and_then(|snapshot| snapshot.cut_at);
+        let cut = cut_at.as_ref().map(|at| format!(": its content as of {}", show_time(at)));
+        format!("volume {name} shows snapshot {} again{}", view.snapshot, cut.unwrap_or_default())
     })
 }
 

@@ -61,7 +61,7 @@ pub async fn flatten(
         }
         tokio::select! {
             () = tokio::time::sleep(POLL_INTERVAL) => {}
-            _ = interrupts.recv() => bail!(crate::pace::Interrupted(format!(
+            _ = interrupts.recv() => bail!(crate::pace::Interrupted::new(format!(
                 "volume {name} goes on being flattened: {}", progress(&volume)
             ))),
         }

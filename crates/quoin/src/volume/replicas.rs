@@ -10,9 +10,9 @@ use quoin_api::control::{
 
 use super::replica_view::ReplicaView;
 use super::view::VolumeView;
-use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, unanswered, volume_ref};
 use crate::output::{self, Format};
-use crate::pace::{self, Part, UnderWay};
+use crate::pace::{self, Interrupted, Part, UnderWay};
 use crate::size::{number_within, show_size};
 
 #[derive(Args)]
@@ -199,14 +199,23 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
         }
         ReplicaCommand::Remove { volume, replicas, wait } => {
             let volume = get_volume(cluster, &volume).await?;
-            let request = RemoveReplicasRequest {
-                volume: Some(id_ref(&volume.id)),
-                replica_ids: meant(cluster, &volume, &replicas).await?,
-            };
-            let volume = cluster.remove_replicas(request).await.map_err(refusal)?.into_inner();
-            finish(cluster, volume, &wait, client, format).await
+            let replica_ids = meant(cluster, &volume, &replicas).await?;
+            let again = by_ids(&volume, &replica_ids);
+            let request = RemoveReplicasRequest { volume: Some(id_ref(&volume.id)), replica_ids };
+            let go_on = format!("To send it again, name what leaves by id: {again}");
+            let answer = cluster.remove_replicas(request).await;
+            let volume = answer.map_err(|status| unanswered(status, &go_on))?.into_inner();
+            let finished = finish(cluster, volume, &wait, client, format).await;
+            finished.map_err(|error| Interrupted::name_command(error, &again))
         }
     }
+}
+
+/// The command that removes these replicas and no others: once they are gone, their pools may get
+/// another one of the volume.
+fn by_ids(volume: &Volume, replica_ids: &[String]) -> String {
+    let name = volume.spec.as_ref().map(|spec| spec.name.as_str()).unwrap_or_default();
+    format!("`quoin replica remove {} {} --wait`", output::quoted(name), replica_ids.join(" "))
 }
 
 /// Has a replica made anew in another pool. The controller knows whether there is anything to do.
@@ -454,6 +463,18 @@ fn progress(volume: &Volume, pace: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_interrupted_removal_is_waited_for_by_the_ids_of_what_leaves() {
+        let spec = Some(quoin_api::control::VolumeSpec { name: "db".into(), ..Default::default() });
+        let again = by_ids(&Volume { spec, ..Volume::default() }, &["0a".into(), "0b".into()]);
+        let error = anyhow::Error::from(Interrupted::new("volume db: 1 leaves".to_owned()));
+        let told = Interrupted::name_command(error, &again);
+        assert!(told.is::<Interrupted>() && told.to_string().contains("remove db 0a 0b"), "{told}");
+        assert!(!told.to_string().contains("the same command"), "{told}");
+        let other = Interrupted::name_command(anyhow::anyhow!("no answer"), &again);
+        assert_eq!(other.to_string(), "no answer");
+    }
 
     fn replica(id: &str, pool: &str, rebuilt_bytes: u64, rebuild_total_bytes: u64) -> Replica {
         Replica {

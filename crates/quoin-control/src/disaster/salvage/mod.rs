@@ -257,6 +257,7 @@ impl Recoveries {
         self.members.end_recovered_tokens().await?;
         crate::snapshot::catalog::give_up_attempts(&self.state).await?;
         crate::snapshot::reverts::give_up_all(&self.state).await?;
+        crate::volume::verification::give_up_all(&self.state).await?;
         let judged = recovered.findings.iter().map(|(finding, _)| finding);
         crate::snapshot::recovery::agree(&self.state, judged, &told).await?;
         let ruled = self.state.check_ruling().is_ok();
