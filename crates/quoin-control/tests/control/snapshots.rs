@@ -737,9 +737,10 @@ async fn a_schedule_under_a_used_name_counts_and_deletes_no_snapshot_of_another_
         let catalog = &cluster.controller.snapshots.catalog;
         catalog.list(volume.as_ref(), 0, "", false, |_| true).unwrap().0.len()
     };
-    run(&*schedules.create(&hourly(3, 0)).await.unwrap(), 3).await;
-    // One that waits for its cut holds up no other schedule's.
-    cluster.snap("db", "by-hand").await.unwrap();
+    let former = schedules.create(&hourly(3, 0)).await.unwrap();
+    run(&former, 3).await;
+    // The last one waits for its cut, and holds up no schedule of another volume.
+    schedules.look("hourly", former.created_ms + 3 * 3_600_000).await.unwrap();
     assert_eq!(of("db"), 4);
     schedules.delete("hourly").await.unwrap();
 
