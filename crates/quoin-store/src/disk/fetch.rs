@@ -151,6 +151,13 @@ struct Call {
     found_no_room: bool,
 }
 
+impl Call {
+    /// Returns true if it ended before for want of this stretch, among others.
+    fn waited_for(&self, key: Key) -> bool {
+        self.former.as_ref().is_some_and(|(_, held)| held.contains(&key))
+    }
+}
+
 /// State of a stretch, for the call that is being made.
 pub enum Looked {
     Arrived(Result<Bytes, IoFault>),
@@ -241,6 +248,11 @@ impl Fetches {
             return Looked::Unknown;
         };
         match &entry.state {
+            // The disk may have refused it to another call, which was never made again, long ago.
+            State::Arrived(Err(_)) if !entry.is_again && !call.waited_for(key) => {
+                self.doubt(key);
+                Looked::Awaited
+            }
             State::Arrived(result) => {
                 // Several nodes may lie in it.
                 match is_kept {
@@ -791,5 +803,22 @@ mod tests {
             assert_eq!(ready(&mut fetches), [ticket]);
             assert_eq!(call(&mut fetches, ONE, &needs), Ok(vec![0]));
         }
+    }
+
+    #[test]
+    fn a_read_that_the_disk_refused_to_another_call_is_made_again() {
+        let mut fetches = Fetches::default();
+        let (others, needs) = ([stretch(3, 1), stretch(7, 2)], [stretch(7, 2)]);
+        call(&mut fetches, ONE, &others).expect_err("it waits");
+        while let Some(fetch) = fetches.next_fetch() {
+            let fault = IoFault { operation: "read", offset: fetch.offset, errno: 5 };
+            fetches.arrived(fetch.id, Err(fault));
+        }
+        let refused = ready(&mut fetches);
+        let ticket = call(&mut fetches, OTHER, &needs).expect_err("it is read for this call");
+        assert_ne!(refused, [ticket]);
+        let fetch = fetches.next_fetch().expect("it is listed");
+        read(&mut fetches, fetch, 9);
+        assert_eq!(call(&mut fetches, OTHER, &needs), Ok(vec![9]));
     }
 }
