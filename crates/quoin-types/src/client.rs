@@ -90,7 +90,7 @@ impl Part {
 pub struct Executed {
     /// LSN of its last entry.
     pub lsn: Lsn,
-    /// The block behind that entry's, where a repeat goes on; 0 if it is whole.
+    /// Block behind that entry's, from which a repeat continues; 0 if the request is whole.
     pub end: u64,
     pub is_whole: bool,
 }

@@ -24,7 +24,7 @@ const STANDSTILL: Duration = Duration::from_secs(6);
 #[error("interrupted: {waits}; it continues by itself, and {again} waits for it again")]
 pub struct Interrupted {
     waits: String,
-    /// Command that goes on waiting and begins nothing anew.
+    /// Command that waits on and begins nothing anew.
     again: String,
 }
 

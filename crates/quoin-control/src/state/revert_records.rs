@@ -83,7 +83,7 @@ impl RevertRecord {
         *self = Self { former, ..next.clone() };
     }
 
-    /// The volume's content may change by it at any moment: nobody may attach the volume.
+    /// The volume's content may change by it at any moment: no node may attach the volume.
     pub fn is_under_way(&self) -> bool {
         matches!(self.phase, RevertPhase::Wished | RevertPhase::Failing)
     }

@@ -91,24 +91,17 @@ impl Catalog {
         limit_bytes: u64,
         source: &Prepared,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        let made = self.make_from(asked, required_bytes, limit_bytes, source).await;
+        let made = async {
+            let asked = clones::filled_in(asked, source)?;
+            let size_bytes = source.size_within(required_bytes, limit_bytes)?;
+            let asked = VolumeSpec { size_bytes, ..asked };
+            self.create_with(&asked, required_bytes, limit_bytes, &[], Some(source)).await
+        };
+        let made = made.await;
         if made.is_err() {
             source.give_up(&self.state).await?;
         }
         made
-    }
-
-    async fn make_from(
-        &self,
-        asked: &VolumeSpec,
-        required_bytes: u64,
-        limit_bytes: u64,
-        source: &Prepared,
-    ) -> Result<Arc<VolumeRecord>, Error> {
-        let asked = clones::filled_in(asked, source)?;
-        let size_bytes = source.size_within(required_bytes, limit_bytes)?;
-        let asked = VolumeSpec { size_bytes, ..asked };
-        self.create_with(&asked, required_bytes, limit_bytes, &[], Some(source)).await
     }
 
     /// See [`Self::create_within`]; the replicas are in the named pools.

@@ -81,7 +81,7 @@ impl Numbers {
         let is_keyed = keyed.is_some();
         self.by_token.entry(token).or_insert(Numbered { number, is_keyed });
         if let Some(before) = follows {
-            // The next process goes on with this piece from now on.
+            // This piece is the one that the next process continues with.
             self.release(before);
         }
         Some((number, self.register.low()))

@@ -476,7 +476,7 @@ async fn a_path_that_was_never_published_is_not_removed() {
     world.unstage(&node).await;
 }
 
-/// Though it was unmounted, the pod goes on, and the orchestrator stages again.
+/// The pod runs on though its volume was unmounted, and the orchestrator stages again.
 #[tokio::test]
 async fn a_lost_staging_mount_is_made_again_while_a_pod_has_the_volume() {
     let Some(world) = World::new() else { return };
