@@ -318,3 +318,33 @@ fn a_rebuild_goes_on_before_a_cut_that_was_lost_though_its_snapshot_is_deleted_s
         assert_eq!(rebuilt(&c).len(), 1, "it is one rebuild");
     }
 }
+
+/// The shadow is complete up to the boundary as the volume goes back to a snapshot, which is deleted then: a
+/// receiver that lacks the snapshot cannot follow, so it gets a boundary behind that. Of the blocks that
+/// the Revert changed it has others.
+#[test]
+fn a_rebuild_whose_boundary_is_moved_over_a_revert_sends_what_the_revert_changed() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..BLOCKS {
+        c.write(block, 7);
+    }
+    c.event(PrimaryEvent::Snapshot { id: REWRITTEN, wish: SnapshotWish::Make });
+    c.wait_in_sync(3);
+    c.crash_replica(2);
+    for block in 0..BLOCKS {
+        c.write(block, (block % 200) as u8 + 8);
+    }
+    c.wait_in_sync(2);
+    c.start_replica(2);
+    feed_beside_a_client(&mut c, NEEDED_BYTES / 2);
+    let attempt = SnapshotId(70);
+    c.event(PrimaryEvent::Revert { attempt, snapshot: REWRITTEN });
+    c.settle();
+    c.event(PrimaryEvent::Snapshot { id: REWRITTEN, wish: SnapshotWish::Delete });
+    c.wait_in_sync(3);
+    for block in 0..BLOCKS {
+        assert_eq!(c.hosts[2].look(block), c.hosts[0].look(block), "block {block}");
+    }
+    assert_eq!(rebuilt(&c).len(), 1, "it is one rebuild");
+    assert!(c.refused.is_empty(), "{:?}", c.refused);
+}

@@ -700,7 +700,7 @@ fn a_commit_fetches_what_it_reads_of_the_table_of_segments() {
         }
         volume.settle();
     };
-    // Some thousand segments: several leaves of the table.
+    // Several hundred segments: several leaves of the table.
     append(&mut volume, 0..24_000);
     let waited = volume.waited();
     append(&mut volume, 24_000..24_512);

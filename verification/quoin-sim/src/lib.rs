@@ -38,6 +38,7 @@ pub mod linear;
 mod map;
 #[cfg(feature = "mutants")]
 pub mod mutants;
+pub mod neighbours;
 pub mod network;
 pub mod random;
 pub mod real;

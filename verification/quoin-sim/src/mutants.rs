@@ -164,6 +164,7 @@ pub const ALL: &[Defect] = &[
     core("snapshots-behind-a-base-sent-with-it", Swarm::Snapshots),
     core("shadow-resumed-behind-a-cut", Swarm::Snapshots),
     core("cursor-of-a-skipped-view-believed", Swarm::Snapshots),
+    core("cursor-of-a-moved-boundary-believed", Swarm::ManyVolumes),
     core("deleted-view-restarts-a-rebuild", Swarm::Snapshots),
     core("cut-without-its-head", Swarm::Snapshots),
     core("hidden-snapshots-all-deleted-at-an-open", Swarm::Snapshots),

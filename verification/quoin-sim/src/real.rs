@@ -1,6 +1,6 @@
 //! The real store on a simulated disk, driven as `quoin-pool` drives it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
@@ -19,6 +19,7 @@ use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Posit
 
 use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
+use crate::neighbours::{Neighbours, Returned};
 use crate::random::Random;
 use crate::shape::PoolShape;
 use crate::source::{Living, Source, Turn};
@@ -37,6 +38,10 @@ const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 const ROUNDS_OF_CLEAN_UP: u32 = 4;
 const CLONE_ATTEMPTS_MAX: u32 = 100;
+/// Entries of neighbours in a turn of the pool, and turns in which a pool without room may refuse one that
+/// frees some: half a minute.
+const RETURNED_A_TURN: u32 = 8;
+const REFUSED_MAX: u32 = 12_000;
 /// Reads of a hundred that wait for the medium, where some do.
 const UNCACHED_PERCENT: u64 = 40;
 
@@ -56,6 +61,11 @@ pub struct RealStorage {
     full: bool,
     filled: bool,
     ballasts: u128,
+    /// Volumes that fill the pool instead of a ballast.
+    neighbours: Option<Neighbours>,
+    /// Entries by which they give room back, and how often the next one was refused.
+    returned: VecDeque<Returned>,
+    refused: u32,
     /// The source that the replica is a clone of, where there is one.
     source: Option<Living>,
     /// Reads that the disk takes at the same time.
@@ -111,6 +121,11 @@ impl RealStorage {
             full: false,
             filled: false,
             ballasts: 0,
+            neighbours: shape
+                .filter(|shape| shape.neighbours > 0)
+                .map(|shape| Neighbours::new(shape.neighbours, random)),
+            returned: VecDeque::new(),
+            refused: 0,
             source: None,
             queue_depth,
             image: None,
@@ -121,6 +136,16 @@ impl RealStorage {
     /// Fills the pool up to its last free unit, or gives that room back. What a power cut brings
     /// back or takes away is looked for, not remembered.
     fn fill_or_free(&mut self) -> Result<(), StoreError> {
+        if let (Some(neighbours), Some(pool)) = (&mut self.neighbours, &mut self.pool) {
+            if self.full && !std::mem::replace(&mut self.filled, true) {
+                self.returned.clear();
+                return neighbours.fill(pool);
+            }
+            if !self.full && std::mem::take(&mut self.filled) {
+                self.returned = neighbours.returned(pool);
+            }
+            return Ok(());
+        }
         match (self.full, self.filled) {
             (true, false) => {
                 self.ballasts += 1;
@@ -143,6 +168,32 @@ impl RealStorage {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Neighbours give room back. A pool without room takes that, as fast as its background work and its
+    /// syncs go on.
+    fn give_back(&mut self) -> Result<(), StoreError> {
+        for _ in 0..RETURNED_A_TURN {
+            let (Some(pool), Some(entry)) = (&mut self.pool, self.returned.front()) else { break };
+            match entry.append(pool) {
+                Ok(()) => {
+                    self.returned.pop_front();
+                    self.refused = 0;
+                    pool.request_sync();
+                }
+                Err(StoreError::Full) if self.refused < REFUSED_MAX => {
+                    self.refused += 1;
+                    break;
+                }
+                Err(StoreError::Full) => {
+                    let words = format!("a full pool never took what frees room: {entry}");
+                    self.faults.broken = Some(("FreeingPasses", words));
+                    self.returned.clear();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     fn fill(&mut self, guid: ReplicaGuid, blocks: u64) -> Result<(), StoreError> {
@@ -346,7 +397,8 @@ impl Storage for RealStorage {
         {
             source.stands_at(replica.state().chain, replica.state().position.lsn);
         }
-        self.filled = false;
+        // A ballast that a power cut left is found; of neighbours it may bring back what was given back.
+        self.filled = self.neighbours.is_some();
         if withdraw {
             self.give_up_continuity()?;
         }
@@ -385,11 +437,13 @@ impl Storage for RealStorage {
 
     fn background(&mut self) -> Result<(), StoreError> {
         self.live_on();
+        self.give_back()?;
         self.pool()?.background(BACKGROUND_BYTES).map(|_| ())
     }
 
     fn wants_background(&self) -> bool {
-        self.pool.as_ref().is_some_and(|p| p.background_due() != Due::Idle)
+        !self.returned.is_empty()
+            || self.pool.as_ref().is_some_and(|p| p.background_due() != Due::Idle)
     }
 
     fn look_again(&mut self) {
@@ -482,6 +536,12 @@ impl Storage for RealStorage {
         if self.source.is_some() {
             // The source's blocks stay for the clone, trimmed or not.
             return Ok(None);
+        }
+        while !self.returned.is_empty() {
+            self.give_back()?;
+            self.sync_now()?;
+            self.end_fetches();
+            self.pool()?.background(BACKGROUND_BYTES)?;
         }
         self.pool()?.look_again();
         // The next round may write to units that one round frees, and records those that it

@@ -23,6 +23,8 @@ pub struct PoolShape {
     pub cache_bytes: u64,
     pub checkpoint_bytes: u64,
     pub log_keep_bytes: u64,
+    /// Other volumes that fill the pools and give room back; 0: none.
+    pub neighbours: u64,
 }
 
 impl PoolShape {
@@ -33,6 +35,7 @@ impl PoolShape {
         cache_bytes: 64 << 10,
         checkpoint_bytes: 32 << 10,
         log_keep_bytes: 16 << 10,
+        neighbours: 0,
     };
 }
 

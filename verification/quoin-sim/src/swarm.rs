@@ -57,6 +57,9 @@ pub enum Swarm {
     Pressure,
     /// Pools without room while caches are lost, and the targets live.
     FullPools,
+    /// Full pools of several volumes, which give room back by snapshots that are deleted and by trims; the
+    /// volume has snapshots too, and its replicas are moved to pools that join.
+    ManyVolumes,
     /// Owners that lose the volume and what they were granted, and live on with it.
     Detaches,
     /// Owners that are cut off, and with them the controller: its record is recovered elsewhere.
@@ -99,6 +102,7 @@ impl Swarm {
         Swarm::Liars,
         Swarm::Pressure,
         Swarm::FullPools,
+        Swarm::ManyVolumes,
         Swarm::Detaches,
         Swarm::Controllers,
         Swarm::Hosts,
@@ -132,6 +136,7 @@ impl Swarm {
             Swarm::Liars => "liars",
             Swarm::Pressure => "pressure",
             Swarm::FullPools => "full-pools",
+            Swarm::ManyVolumes => "many-volumes",
             Swarm::Detaches => "detaches",
             Swarm::Controllers => "controllers",
             Swarm::Hosts => "hosts",
@@ -459,6 +464,37 @@ impl Swarm {
                         ..blackouts.room
                     },
                     ..blackouts
+                }
+            }
+            Swarm::ManyVolumes => {
+                let full = Swarm::FullPools.shape(random)?;
+                Shape {
+                    blocks: &[64, 256],
+                    faults: FaultShape {
+                        kinds: &[
+                            (FullPool, 20),
+                            (PowerAllFull, 6),
+                            (ReplicaCrash, 8),
+                            (TargetCrash, 6),
+                            (ReplicaPause, 4),
+                            (ConnectionCut, 3),
+                            (PowerSome, 4),
+                            (Failover, 3),
+                        ],
+                        ..full.faults
+                    },
+                    load: LoadShape { holes: 8, long_blocks: 64, ..full.load },
+                    room: RoomShape {
+                        pool: Some(PoolShape {
+                            disk_bytes: 24 << 20,
+                            unit_blocks: 128,
+                            neighbours: 3,
+                            ..PoolShape::TIGHT
+                        }),
+                        full_to_the_block: false,
+                        ..full.room
+                    },
+                    ..full
                 }
             }
             Swarm::PowerCuts => Shape {

@@ -92,7 +92,8 @@ struct Cuts {
     sent: Vec<Lsn>,
     /// State at the end of the present view, as its source reported it.
     end: Option<Box<IncrementEnd>>,
-    /// A view was skipped since the last cut: the receiver's cursor may be of that one.
+    /// A view was skipped since the last cut, or the boundary was moved: the receiver's cursor may be of
+    /// that one.
     is_cursor_unknown: bool,
 }
 
@@ -369,6 +370,8 @@ impl Primary {
         rebuild.lanes = Lanes::from(0, self.history.blocks);
         rebuild.without.clear();
         rebuild.stage = Stage::Boundary;
+        // The receiver's cursor is of the former boundary, which it has all of.
+        rebuild.cuts.is_cursor_unknown = !mutant::is("cursor-of-a-moved-boundary-believed");
         self.members[index].rebuild = Some(rebuild);
     }
 

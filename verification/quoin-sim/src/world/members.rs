@@ -43,7 +43,10 @@ impl Members {
         let mut random = Random::new(seed ^ 0x6d65_6d62_6572_7368);
         let lies = matches!(profile, Profile::Liar { .. });
         let drawn = random.percent(RUNS_OF_HUNDRED);
-        let always = matches!(swarm, Swarm::Members | Swarm::UnexpectedPeers | Swarm::Recoveries);
+        let always = matches!(
+            swarm,
+            Swarm::Members | Swarm::UnexpectedPeers | Swarm::Recoveries | Swarm::ManyVolumes
+        );
         let on = !lies && (always || (swarm == Swarm::Broad && drawn));
         let unexpected = UnexpectedPeers::draw(swarm, &mut random);
         Self { random, on, is_sending: false, unexpected }

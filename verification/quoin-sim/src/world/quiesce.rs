@@ -12,9 +12,9 @@ use crate::workload::Draft;
 
 /// Simulated time in which everything has to be in sync again after the last fault.
 const RECOVERY_MAX: u64 = 180 * SECOND;
-/// Rate of a verification on the slowest disks with cold caches: a read for each block, one after the
-/// other, and three times as long a pause.
-const VERIFIED_BLOCKS_PER_SECOND: u64 = 20;
+/// Blocks that are copied, or compared, in a second on the slowest disks with cold caches: a read for each,
+/// one after the other, and pauses as long as these or three times so.
+const COLD_BLOCKS_PER_SECOND: u64 = 20;
 /// Time in which clients write without pauses. After it, while a replica is not in sync, they leave
 /// [`REST`] between requests. Writes that fill the window in less time than a member needs for two
 /// syncs outrun it for ever where the others are enough for CF: allowed, and no configuration of a
@@ -168,7 +168,7 @@ impl World {
                 return;
             }
             Stage::Empty if waited < PARKED_MAX => {}
-            _ if waited > self.stage_max(stage) => {
+            _ if waited > self.stage_max() => {
                 let why = match stage {
                     Stage::Recovering => self.recovered().err(),
                     Stage::Quiet => self.at_rest().err(),
@@ -191,13 +191,10 @@ impl World {
     }
 
     /// Simulated time that a stage may take.
-    fn stage_max(&self, stage: Stage) -> u64 {
-        match stage {
-            Stage::Verifying => {
-                let blocks = self.setup.volume_blocks;
-                RECOVERY_MAX.max(blocks * SECOND / VERIFIED_BLOCKS_PER_SECOND)
-            }
-            _ => RECOVERY_MAX,
+    fn stage_max(&self) -> u64 {
+        match self.setup.is_cold() {
+            true => RECOVERY_MAX.max(self.setup.volume_blocks * SECOND / COLD_BLOCKS_PER_SECOND),
+            false => RECOVERY_MAX,
         }
     }
 

@@ -175,6 +175,11 @@ fn profile(
 }
 
 impl Setup {
+    /// The kernel has not all of the pools in its cache.
+    pub fn is_cold(&self) -> bool {
+        self.seed % COLD_SEEDS == COLD_SEEDS - 1
+    }
+
     /// Returns true if this profile may hurt what the pool holds.
     pub fn may_be_damaged(&self, pool: usize) -> bool {
         self.profile == Profile::Media { victim: pool }
@@ -419,7 +424,7 @@ impl World {
         membership: &Membership,
         shape: Option<PoolShape>,
     ) {
-        let is_cold = self.setup.seed % COLD_SEEDS == COLD_SEEDS - 1;
+        let is_cold = self.setup.is_cold();
         let mut storage: Box<dyn Storage> = match self.setup.store {
             StoreKind::Model => Box::new(ModelStorage::default()),
             StoreKind::Real => match RealStorage::new(shape, is_cold, &mut self.random) {

@@ -50,7 +50,8 @@ impl Snapshots {
     /// By a chance of its own: the other runs stay what they were.
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let mut random = Random::new(seed ^ 0x736e_6170);
-        let has_them = matches!(swarm, Swarm::Snapshots | Swarm::Clones | Swarm::Exports);
+        let has_them =
+            matches!(swarm, Swarm::Snapshots | Swarm::Clones | Swarm::Exports | Swarm::ManyVolumes);
         let times_left = if has_them { random.between(3, 14) } else { 0 };
         let reverts_left = if has_them { random.between(0, 4) } else { 0 };
         Self { random, times_left, known: BTreeMap::new(), reverts_left, reverting: None }

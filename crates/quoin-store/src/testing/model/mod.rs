@@ -240,7 +240,8 @@ impl Storage {
                 let map = shadow.map.clone();
                 let position = Position { epoch: cut.head.epoch, lsn: info.lsn };
                 let (chain, last_view) = (cut.head.chain, cut.last_view.clone());
-                let head = Head { position, chain, last_view, ..Head::default() };
+                let volume_blocks = info.blocks;
+                let head = Head { position, chain, last_view, volume_blocks, ..Head::default() };
                 shadow.snapshots.push(Snapshot { info: *info, map, head });
                 shadow.cursor = 0;
             }
