@@ -136,6 +136,52 @@ fn with_wait_writes_wait_while_full_and_continue_after_a_trim() {
     dev.stop();
 }
 
+/// What is written over stays for the snapshot, until the pools are full. Many requests wait then; deleting
+/// the snapshot, as the documents say, lets all of them go on.
+#[test]
+fn writes_that_wait_for_room_go_on_once_a_snapshot_is_deleted() {
+    const FIRST: u64 = 400;
+    const ALL: u64 = 640;
+    let scratch = Scratch::new("kept");
+    let dev = Dev::start(&scratch.cluster(), &FLAGS);
+    dev.ok(&["volume", "create", "db", "--size", "200MiB", "--replicas", "3"]);
+    let client = Arc::new(dev.client("db"));
+    dev.wait_for_volume("db", "online", is_online);
+    (0..FIRST).for_each(|part| write(&client, part, 1).unwrap());
+    client.flush().unwrap();
+    dev.ok(&["snapshot", "create", "db", "--name", "before"]);
+    let next = Arc::new(AtomicU64::new(0));
+    let writers: Vec<_> = (0..16)
+        .map(|_| {
+            let (client, next) = (client.clone(), next.clone());
+            std::thread::spawn(move || {
+                loop {
+                    let part = next.fetch_add(1, Ordering::Relaxed);
+                    if part >= ALL {
+                        return;
+                    }
+                    write(&client, part, 2).expect("held, never refused");
+                }
+            })
+        })
+        .collect();
+    dev.wait_for_volume("db", "told as waiting for room", |volume| {
+        volume["waitingFor"].as_str().unwrap().contains("room")
+    });
+    assert!(next.load(Ordering::Relaxed) < ALL, "pools of 256 MiB took 260 MiB");
+    dev.ok(&["snapshot", "delete", "before", "--yes"]);
+    for writer in writers {
+        writer.join().unwrap();
+    }
+    client.flush().unwrap();
+    (0..ALL).step_by(7).for_each(|part| check(&client, part, 2));
+    dev.wait_for_volume("db", "whole, and waiting for nothing", |volume| {
+        volume["health"] == "Online" && volume["waitingFor"] == ""
+    });
+    Arc::into_inner(client).unwrap().stop();
+    dev.stop();
+}
+
 /// The disk below a sparse pool may be full long before the pool is.
 #[test]
 fn a_full_disk_under_the_pools_is_reported_and_freed_space_resumes_writes() {

@@ -16,6 +16,7 @@ use crate::random::Random;
 
 /// GUIDs and volume ids of the neighbours, by number.
 const FIRST: u128 = 0x6e65_6967_0000;
+const COUNT_MAX: u128 = 1 << 16;
 const WRITE_BLOCKS: u32 = 64;
 const SNAPSHOTS_MAX: usize = 4;
 const SNAPSHOT_PERCENT: u64 = 2;
@@ -29,6 +30,11 @@ pub struct Neighbours {
 impl Neighbours {
     pub fn new(count: u64, random: &mut Random) -> Self {
         Neighbours { count, random: random.fork() }
+    }
+
+    /// Returns true for the replica of a neighbour.
+    pub fn has(guid: ReplicaGuid) -> bool {
+        (FIRST..FIRST + COUNT_MAX).contains(&guid.0)
     }
 
     /// Writes until one of them finds no room.

@@ -529,7 +529,7 @@ impl Storage for RealStorage {
         self.pool.as_ref().map_or(was, |pool| pool.room(was))
     }
 
-    fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
+    fn space_at_rest(&mut self, emptied: ReplicaGuid) -> Result<Option<Space>, StoreError> {
         let unit_blocks = self.shape.map_or(UNIT_BLOCKS, |s| s.unit_blocks);
         // Everything is in a cache, but for what is read past it.
         self.disk.set_uncached(Random::new(0), 0);
@@ -560,13 +560,17 @@ impl Storage for RealStorage {
         let pool = self.pool()?;
         let stats = pool.stats();
         let of = |guid| pool.replica_stats(guid).unwrap_or_default();
-        let replicas: Vec<_> = pool.replicas().into_iter().map(of).collect();
+        let guids = pool.replicas();
+        let is_left = |guid: &&ReplicaGuid| **guid != emptied && !Neighbours::has(**guid);
+        let left = guids.iter().filter(is_left).map(|guid| of(*guid).allocated_bytes).sum();
+        let replicas: Vec<_> = guids.into_iter().map(of).collect();
         Ok(Some(Space {
             unit_bytes: u64::from(unit_blocks) * BLOCK_SIZE as u64,
             used_bytes: stats.used_bytes,
             allocated_bytes: replicas.iter().map(|r| r.allocated_bytes).sum(),
             live_bytes: replicas.iter().map(|r| r.live_bytes).sum(),
             replicas: replicas.len() as u64,
+            left_bytes: left,
         }))
     }
 

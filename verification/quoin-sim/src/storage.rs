@@ -43,6 +43,9 @@ pub struct Space {
     /// Bytes that a view of a replica needs.
     pub live_bytes: u64,
     pub replicas: u64,
+    /// Of the allocated bytes, those of replicas that were not emptied: retired ones, and newcomers that
+    /// were taken back.
+    pub left_bytes: u64,
 }
 
 /// Result of a step of a scrub.
@@ -146,9 +149,9 @@ pub trait Storage {
     fn room(&self, _was: RoomGrant) -> RoomGrant {
         RoomGrant::UNBOUNDED
     }
-    /// Returns the use of the space once all useful clean-up is done and recorded; `None`: this storage
+    /// Returns the use of the space once this replica was emptied and all useful clean-up is done and recorded; `None`: this storage
     /// has no space that could be lost.
-    fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
+    fn space_at_rest(&mut self, _emptied: ReplicaGuid) -> Result<Option<Space>, StoreError> {
         Ok(None)
     }
     /// How often the pool was opened, as its disk says.

@@ -11,7 +11,7 @@ use quoin_types::block::{BlockError, Payload, Reply};
 use quoin_types::entry::SharedEntry;
 use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::{
-    BulkKey, EntryKind, Epoch, Incarnation, Lsn, Member, Membership, SessionKey, Time,
+    BulkKey, EntryKind, Epoch, Incarnation, Member, Membership, Position, SessionKey, Time,
 };
 
 use super::checkers::Observation;
@@ -40,8 +40,8 @@ pub(crate) struct Process {
     /// The size that the controller has sent it.
     pub known_blocks: u64,
     pub grant: Grant,
-    /// The newest LSN that it has sent.
-    pub sent: Lsn,
+    /// The newest entry that it has sent.
+    pub sent: Position,
     pub(super) sessions: BTreeMap<Name, ConnectionId>,
     /// The round in the middle of which its thread stands still. What it receives had arrived by
     /// then.
@@ -106,7 +106,7 @@ impl World {
             waiting: String::new(),
             known_blocks: self.setup.config.volume_blocks,
             grant: Grant::default(),
-            sent: Lsn::ZERO,
+            sent: Position::default(),
             sessions: BTreeMap::new(),
             stalled: None,
             limited: self.limited(now),
@@ -316,8 +316,10 @@ impl World {
 
     fn entry_sent(&mut self, target: usize, entry: &SharedEntry) {
         let Some(process) = &mut self.targets[target].process else { return };
-        let is_new = entry.lsn > process.sent;
-        process.sent = process.sent.max(entry.lsn);
+        // A new epoch may begin below what was sent, and lost, in the one before.
+        let position = entry.position();
+        let is_new = position > process.sent;
+        process.sent = process.sent.max(position);
         self.observe(&Observation::EntrySent { target, entry, is_new });
         if let EntryKind::View(view) = &entry.kind {
             self.observe(&Observation::ViewSent { target, lsn: entry.lsn, view });

@@ -449,7 +449,7 @@ impl Assertions {
         let Some(process) = scene.process(target) else { return Ok(()) };
         let before = &scene.control.record.membership;
         let commitments = self.target(target);
-        commitments.swapping = Some(Swap { version: next.version, after: process.sent });
+        commitments.swapping = Some(Swap { version: next.version, after: process.sent.lsn });
         let joint = commitments.joint;
         let newcomers = next.known.iter().filter(|m| !before.known.contains(m));
         let durable = |m: &Member| self.durable.get(&m.guid.0).copied().unwrap_or_default();

@@ -299,7 +299,8 @@ fn check_space(scene: &mut Scene<'_>) -> Result<(), Broken> {
         if scene.may_be_damaged(pool) {
             continue;
         }
-        let space = match scene.pools[pool].storage.space_at_rest() {
+        let emptied = scene.pools[pool].member.guid;
+        let space = match scene.pools[pool].storage.space_at_rest(emptied) {
             Ok(Some(space)) => space,
             Ok(None) => continue,
             Err(error) => {
@@ -307,7 +308,7 @@ fn check_space(scene: &mut Scene<'_>) -> Result<(), Broken> {
                 return broken("SpaceReturns", detail);
             }
         };
-        let most = OPEN_UNITS * space.replicas * space.unit_bytes;
+        let most = OPEN_UNITS * space.replicas * space.unit_bytes + space.left_bytes;
         if space.used_bytes != space.allocated_bytes || space.used_bytes > most {
             return broken("SpaceReturns", format!("pool {pool} was emptied: {space:?}"));
         }

@@ -99,7 +99,7 @@ pub(crate) enum Observation<'a> {
     QuorumOffLost {
         target: usize,
     },
-    /// A target's next entry; `is_new`: it has sent none of this LSN before.
+    /// A target's next entry; `is_new`: it has sent none of this position before.
     EntrySent {
         target: usize,
         entry: &'a SharedEntry,
