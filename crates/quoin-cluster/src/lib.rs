@@ -9,6 +9,9 @@
 //! A record is changed in place: the caller hands a copy over, and writes it only where the function
 //! succeeds and the record is still the one that was copied.
 
-mod refusal;
+pub mod ownership;
+pub mod records;
+pub mod refusal;
+pub mod wall_clock;
 
 pub use refusal::Refusal;

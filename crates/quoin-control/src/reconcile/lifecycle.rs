@@ -6,17 +6,16 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_cluster::records::{
+    BaseUse, Concerned, Discarded, ReplicaPhase, SourceRecord, Text, VolumePhase, VolumeRecord,
+};
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::ReplicaState;
-use crate::state::records::{
-    BaseUse, Discarded, ReplicaPhase, SourceRecord, Text, VolumePhase, VolumeRecord,
-};
 use crate::state::{State, about, random_id};
 use crate::status::health::Conditions;
 use crate::status::{ReplicaStatus, VolumeStatus};
