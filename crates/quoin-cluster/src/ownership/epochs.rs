@@ -2,7 +2,7 @@
 
 use quoin_types::membership::RETIRED_MAX;
 use quoin_types::{
-    EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, Term, VolumeId,
+    EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, Term, VolumeId, mutant,
 };
 
 use crate::Refusal;
@@ -55,6 +55,10 @@ pub fn acquire(
     if at_least.0 > volume.epoch().max(term.floor()).0.saturating_add(EPOCHS_AHEAD_MAX) {
         let rule = format!("{at_least} is far above the record's {}", volume.epoch());
         return Err(Refusal::invalid("at_least", rule));
+    }
+    let again = volume.opened.incarnation.0 == asked.incarnation && at_least <= volume.epoch();
+    if again && mutant::is("epoch-reused") {
+        volume.opened.epoch -= 1;
     }
     use_up_epoch(volume, at_least, term)?;
     volume.opened.incarnation = Text(asked.incarnation);
@@ -118,7 +122,10 @@ pub fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<New
     let removed: Vec<Member> =
         now.known.iter().copied().filter(|m| !asked.known.contains(m)).collect();
     let factor = volume.cf_of(asked.rf);
-    if usize::from(asked.rf) != asked.known.len() || asked.rf > now.drf.max(now.rf) {
+    // A list that lacks an entry may go on without it.
+    let lacking = usize::from(now.rf).saturating_sub(now.known.len());
+    let listed = asked.known.len()..=asked.known.len() + lacking;
+    if !listed.contains(&usize::from(asked.rf)) || asked.rf > now.drf.max(now.rf) {
         return Err(format!(
             "{} replicas under RF {} are not what is desired, which is {}",
             asked.known.len(),

@@ -12,6 +12,7 @@
 //! | where the target of a shared volume goes, and of one that nobody has | [`failover`], [`lending`] |
 //! | whether a node uses the volume | [`devices`] |
 //! | which replicas come and leave, and what a target is told of them | [`replicas`] |
+//! | what becomes of replicas that pools made, lost or deleted | [`lifecycle`] |
 //! | whether a volume may go on with the replicas that are left | [`recovery`] |
 //! | what follows from any change | [`change`] |
 
@@ -23,6 +24,7 @@ pub mod failover;
 pub mod fencing;
 pub mod grants;
 pub mod lending;
+pub mod lifecycle;
 pub mod liveness;
 pub mod recovery;
 pub mod replay;

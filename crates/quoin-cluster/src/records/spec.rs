@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use quoin_api::control::{self as api, VolumeSpec};
-use quoin_api::volume::VolumeOptions;
+use quoin_api::volume::{Spread, VolumeOptions};
 use quoin_encryption::Encryption;
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,23 @@ pub struct Spec {
 }
 
 impl Spec {
+    /// A volume with every option at its default.
+    pub fn plain(name: &str, replicas: u8, consistency_factor: u8) -> Self {
+        let options = VolumeOptions::complete(&VolumeSpec::default(), Spread::Pool);
+        Self {
+            name: name.to_owned(),
+            replicas,
+            consistency_factor,
+            options: options.expect("defaults keep their rules"),
+            allow_loss_on_single_failure: false,
+            parameters: BTreeMap::new(),
+            accessible_topology: Vec::new(),
+            encryption: None,
+            mutable_parameters: BTreeMap::new(),
+            created_options: None,
+        }
+    }
+
     /// Replaces the options. A repeated creation is compared with those that it asked for.
     pub fn change_options(&mut self, options: VolumeOptions) {
         let before = std::mem::replace(&mut self.options, options);

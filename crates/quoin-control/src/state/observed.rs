@@ -7,21 +7,13 @@ use std::time::Duration;
 
 use quoin_api::control::{GoesBy, Scrub};
 use quoin_cluster::ownership::devices::DeviceSeen;
+pub use quoin_cluster::ownership::lifecycle::ReplicaState;
 use quoin_cluster::ownership::liveness::Hearing;
 use quoin_types::{Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::reconcile::reach::Reach;
 use crate::time;
-
-/// A pool's report of a replica.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ReplicaState {
-    /// Exists (created, open or closed).
-    Present,
-    Gone,
-    Damaged,
-}
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct ReplicaSeen {

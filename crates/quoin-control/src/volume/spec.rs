@@ -100,16 +100,13 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
     let options = VolumeOptions::complete(asked, defaults.spread);
     let options = options.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
     Ok(Spec {
-        name: asked.name.clone(),
-        replicas,
-        consistency_factor: factor,
         options,
         allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
         parameters: asked.parameters.clone().into_iter().collect(),
         accessible_topology,
         mutable_parameters: asked.mutable_parameters.clone().into_iter().collect(),
-        created_options: None,
         encryption: encryption(asked)?,
+        ..Spec::plain(&asked.name, replicas, factor)
     })
 }
 
