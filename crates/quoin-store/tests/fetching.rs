@@ -679,6 +679,34 @@ fn no_work_on_any_tree_reads_on_the_pools_thread() {
     }
 }
 
+/// The cache has room for little more than one step: what a commit writes again of the table of segments
+/// left it long ago.
+#[test]
+fn a_commit_fetches_what_it_reads_of_the_table_of_segments() {
+    let options = PoolOptions {
+        cache_bytes: 512 << 10,
+        checkpoint_bytes: 64 << 10,
+        log_keep_bytes: 0,
+        unrecorded_segments: 0,
+        ..options()
+    };
+    let mut volume = Volume::new(192 << 20, 32 << 10, options);
+    let append = |volume: &mut Volume, blocks: Range<u64>| {
+        for lba in blocks.step_by(16) {
+            volume.append_of(EntryKind::Write, lba, 16).expect("room");
+            if lba % 64 == 0 {
+                volume.settle();
+            }
+        }
+        volume.settle();
+    };
+    // Some thousand segments: several leaves of the table.
+    append(&mut volume, 0..24_000);
+    let waited = volume.waited();
+    append(&mut volume, 24_000..24_512);
+    assert_eq!(volume.waited() - waited, 0, "reads of commits that were waited for");
+}
+
 #[test]
 fn a_clone_is_flattened_and_scrubbed_over_cold_maps_without_reads_on_the_pools_thread() {
     let (mut volume, _) = volume_with_snapshots();

@@ -12,6 +12,9 @@ use crate::workload::Draft;
 
 /// Simulated time in which everything has to be in sync again after the last fault.
 const RECOVERY_MAX: u64 = 180 * SECOND;
+/// Rate of a verification on the slowest disks with cold caches: a read for each block, one after the
+/// other, and three times as long a pause.
+const VERIFIED_BLOCKS_PER_SECOND: u64 = 20;
 /// Time in which clients write without pauses. After it, while a replica is not in sync, they leave
 /// [`REST`] between requests. Writes that fill the window in less time than a member needs for two
 /// syncs outrun it for ever where the others are enough for CF: allowed, and no configuration of a
@@ -165,7 +168,7 @@ impl World {
                 return;
             }
             Stage::Empty if waited < PARKED_MAX => {}
-            _ if waited > RECOVERY_MAX => {
+            _ if waited > self.stage_max(stage) => {
                 let why = match stage {
                     Stage::Recovering => self.recovered().err(),
                     Stage::Quiet => self.at_rest().err(),
@@ -185,6 +188,17 @@ impl World {
             _ => {}
         }
         self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
+    }
+
+    /// Simulated time that a stage may take.
+    fn stage_max(&self, stage: Stage) -> u64 {
+        match stage {
+            Stage::Verifying => {
+                let blocks = self.setup.volume_blocks;
+                RECOVERY_MAX.max(blocks * SECOND / VERIFIED_BLOCKS_PER_SECOND)
+            }
+            _ => RECOVERY_MAX,
+        }
     }
 
     fn begin_round(&mut self, stage: Stage) {
