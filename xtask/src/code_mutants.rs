@@ -19,14 +19,16 @@
 mod confined;
 mod oracle;
 
-use crate::{packages, run};
-use anyhow::{Context, Result, bail};
-use oracle::{Oracle, Said};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use oracle::{Oracle, Said};
+
+use crate::{packages, run};
 
 /// A part of the code that is broken, and the tests that must notice.
 struct Subject {
@@ -78,9 +80,7 @@ const SUBJECTS: [Subject; 3] = [
             "crates/quoin-attach/src/**/*.rs",
             "crates/quoin-identity/src/**/*.rs",
             "crates/quoin-node/src/**/*.rs",
-            "crates/quoin-control/src/volume/epochs.rs",
-            "crates/quoin-control/src/state/records.rs",
-            "crates/quoin-control/src/volume/attach.rs",
+            "crates/quoin-cluster/src/**/*.rs",
         ],
         packages: &[
             "quoin-pool",
@@ -91,6 +91,7 @@ const SUBJECTS: [Subject; 3] = [
             "quoin-attach",
             "quoin-identity",
             "quoin-node",
+            "quoin-cluster",
             "quoin-control",
             "quoin-csi",
         ],

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use quoin_cluster::Refusal;
+use quoin_cluster::refusal::shown_by;
 use quoin_types::Term;
 use tonic::{Code, Status};
 
@@ -109,25 +111,6 @@ pub enum Error {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// Hint with the command that lists the existing names.
-fn shown_by(what: &str) -> &'static str {
-    match what {
-        "volume" => ": `quoin volume list` shows those that do",
-        "pool" => ": `quoin pool list` shows those that do",
-        "node" => ": `quoin node list` shows those that do",
-        "group snapshot" => ": `quoin snapshot group list` shows those that do",
-        "snapshot" => ": `quoin snapshot list` shows those that do",
-        "schedule" => ": `quoin schedule list` shows those that do",
-        "revert" => {
-            " or is not the last one of its volume: `quoin volume get VOLUME` shows that one"
-        }
-        "admin" => ": `quoin admin list` shows those that do",
-        "replica" | "known replica" => ": `quoin replica list` shows those that do",
-        "join token" => ": `quoin token list` shows those that do",
-        _ => "",
-    }
-}
-
 impl Error {
     pub(crate) fn invalid(field: &'static str, rule: impl Into<String>) -> Self {
         Self::Invalid { field, rule: rule.into() }
@@ -170,6 +153,19 @@ impl Error {
             | Self::NoAuthority(_)
             | Self::Foreign { .. }
             | Self::Serve(_) => Code::Internal,
+        }
+    }
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Invalid { field, rule } => Self::Invalid { field, rule },
+            Refusal::NotFound { what, name } => Self::NotFound { what, name },
+            Refusal::Exists { what, name, difference } => Self::Exists { what, name, difference },
+            Refusal::Precondition(why) => Self::Precondition(why),
+            Refusal::Busy(why) => Self::Busy(why),
+            Refusal::Aborted(why) => Self::Aborted(why),
         }
     }
 }

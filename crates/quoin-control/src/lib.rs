@@ -1,8 +1,7 @@
 //! The control plane: the desired state of the cluster, and the changes that reach it.
 //!
 //! * [`store`]: records under compare-and-swap; embedded on redb.
-//! * [`records`]: Volume (with its membership, epoch, replicas and attachments), Pool, Node and
-//!   a few others.
+//! * The records and the decisions about ownership are those of `quoin-cluster`.
 //! * [`Controller`]: the logic, apart from gRPC: creation and deletion of volumes, attachments,
 //!   epochs and replacements, reports, assignments, reconcilers, events, members of the cluster.
 //! * gRPC on the admin unix socket and over mutual TLS; the table of permissions of each role is
@@ -10,6 +9,10 @@
 //! * [`init`] makes a cluster, [`run`] serves it.
 //!
 //! IO goes on while the controller is down: no read and no write needs the control plane.
+
+pub use quoin_cluster::ownership::attachment::Publish;
+pub use quoin_cluster::ownership::epochs::MembershipSwap;
+pub use quoin_cluster::ownership::recovery::Recovery;
 
 mod api;
 mod controller;
@@ -26,7 +29,7 @@ mod time;
 mod volume;
 
 pub use controller::{Controller, Settings};
-pub use disaster::recovery::{LEASES_OVER_AFTER, Recovery};
+pub use disaster::recovery::LEASES_OVER_AFTER;
 pub use disaster::scheduled_backup::BackupSchedule;
 pub use disaster::{backup, kept_backups, salvage};
 pub use error::Error;
@@ -40,11 +43,10 @@ pub use run::{
     run, serve,
 };
 pub use snapshot::history::check_part;
-pub use state::{events, group_records, records, revert_records, snapshot_records, store};
+pub use state::{events, store};
 pub use status::health;
 pub use status::metrics::Metrics;
-pub use volume::attach::Publish;
-pub use volume::epochs::{Granted, MembershipSwap};
+pub use volume::epochs::Granted;
 pub use volume::scale::{Move, Scale, Which};
 pub use volume::verification::Verifying;
-pub use volume::{placement, policy, sharing, spec};
+pub use volume::{placement, policy, spec};

@@ -4,7 +4,7 @@
 use prost::Message as _;
 use quoin_api::control::{PullPart, PulledPart, SnapshotRange, VolumeSpec};
 use quoin_api::volume::Spread;
-use quoin_control::records::{PoolRecord, VolumeRecord};
+use quoin_cluster::records::{PoolRecord, VolumeRecord};
 use quoin_control::{check_part, spec};
 use quoin_types::Membership;
 

@@ -13,6 +13,7 @@ use quoin_api::control::{
     SwapMembershipResponse, TargetCommand, TargetReport, VolumeReport, WatchCommandsRequest,
     WatchNodeRequest, WatchPoolRequest,
 };
+use quoin_cluster::ownership::epochs::MembershipSwap;
 use quoin_identity::convert::membership_message;
 use quoin_identity::{Caller, NoSlot, Peer, Role, Slot};
 use quoin_types::membership::REPLICAS_MAX;
@@ -22,11 +23,9 @@ use tonic::{Request, Response, Status, Streaming, async_trait};
 
 use super::Services;
 use crate::Error;
-
 use crate::api::assignments::{NodeStream, PoolStream, spec};
 use crate::api::reports::id;
 use crate::state::changes::{Concern, News};
-use crate::volume::epochs::MembershipSwap;
 
 /// For all that a pool keeps: a little longer than a pool takes for it.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(40);

@@ -10,6 +10,11 @@ use quoin_api::control::{
     self as api, MemberKeys, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
     ServedAt, Sharer, TargetAssignment, VolumeSpec,
 };
+use quoin_cluster::ownership::replicas;
+use quoin_cluster::records::{
+    AttachmentRecord, BaseUse, MemberOfCluster, PoolRecord, ReplicaPhase, ReplicaRecord,
+    VolumeRecord,
+};
 use quoin_identity::Role;
 use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
@@ -19,10 +24,6 @@ use crate::disaster::salvage::Salvage;
 use crate::membership::term::Terms;
 use crate::state::State;
 use crate::state::changes::News;
-use crate::state::records::{
-    BaseUse, MemberOfCluster, PoolRecord, ReplicaPhase, ReplicaRecord, VolumeRecord,
-};
-use crate::volume::attach::AttachmentRecord;
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
 
@@ -218,7 +219,9 @@ impl Assignments {
     /// Addresses of the replicas. The address is empty where a pool must not be used: an older
     /// image of its disk may lack promises.
     fn addresses(&self, volume: &VolumeRecord, node: &str) -> Vec<ReplicaAddress> {
+        let desired = replicas::desired(volume);
         let address = |replica: &ReplicaRecord| {
+            let newcomer = desired.newcomer(replica.member());
             let pool = self.state.pools.get(&replica.pool);
             let usable = pool.as_ref().filter(|pool| !pool.rolled_back);
             ReplicaAddress {
@@ -227,10 +230,9 @@ impl Assignments {
                 pool: replica.pool.clone(),
                 address: usable.map(|pool| pool.address.clone()).unwrap_or_default(),
                 same_host: pool.is_some_and(|pool| pool.node == node),
-                candidate: !volume.is_known(replica),
-                beside: !volume.is_known(replica)
-                    && volume.replicas.iter().any(|r| r.id == replica.id && volume.is_known(r)),
-                leaving: replica.leaving,
+                candidate: newcomer.is_some(),
+                beside: newcomer.is_some_and(|newcomer| newcomer.beside),
+                leaving: desired.leaving.contains(&replica.member()),
             }
         };
         // A target cannot rebuild a candidate that its pool has not made yet.

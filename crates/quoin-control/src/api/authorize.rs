@@ -2,18 +2,19 @@
 //!
 //! [`super::gate`] has let the caller's role through before; here is what a request itself decides.
 
-use quoin_api::control::VolumeRef;
-use quoin_identity::{Caller, Member, Peer, Role};
-use quoin_types::VolumeId;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+
+use quoin_api::control::VolumeRef;
+use quoin_cluster::records::VolumeRecord;
+use quoin_identity::{Caller, Member, Peer, Role};
+use quoin_types::VolumeId;
 use tonic::{Extensions, Request};
 
 use super::Services;
 use crate::Error;
 use crate::controller::Controller;
 use crate::state::missing;
-use crate::state::records::VolumeRecord;
 
 /// How far a caller of the Cluster service may go.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -8,24 +8,23 @@ use std::time::Duration;
 use futures::Stream;
 use quoin_api::control::cluster_server::Cluster;
 use quoin_api::control::*;
+use quoin_cluster::ownership::attachment::Publish;
+use quoin_cluster::ownership::recovery::Recovery;
+use quoin_cluster::records::{GroupRecord, Sharing, TokenRecord, VolumePhase, VolumeRecord};
 use quoin_identity::{Caller, Role};
 use tonic::{Request, Response, Status, async_trait};
 
 use super::Services;
 use crate::Error;
 use crate::api::reports::id;
-use crate::disaster::recovery::Recovery;
 use crate::disaster::salvage::RecoverRecords;
 use crate::membership::members::token_id;
 use crate::reconcile::cordon::{Cordoning, Scope};
 use crate::snapshot::catalog::CUT_TIME;
 use crate::snapshot::view;
-use crate::state::group_records::GroupRecord;
-use crate::state::records::{TokenRecord, VolumePhase, VolumeRecord};
+use crate::state::events;
 use crate::time::timestamp;
-use crate::volume::attach::Publish;
 use crate::volume::scale::{Move, Scale, Which};
-use crate::volume::sharing::Sharing;
 use crate::volume::spec::{self, REPLICAS_HARD_MAX};
 use crate::volume::verification::Verifying;
 use crate::volume::volumes::is_there;
@@ -382,7 +381,7 @@ impl Cluster for Services {
         let publish = Publish {
             node: asked.node,
             read_only: asked.read_only,
-            sharing: Sharing::read(&asked.sharing)?,
+            sharing: Sharing::read(&asked.sharing).map_err(Error::from)?,
             usage: asked.usage,
             device: asked.device,
             replays: asked.replays,
@@ -715,7 +714,7 @@ impl Cluster for Services {
                             || (event.object_kind == "replica" && event.object_name == *name)
                     });
                     if wanted {
-                        yield Ok(Event::from(event));
+                        yield Ok(events::message(event));
                     }
                 }
                 if !follow {

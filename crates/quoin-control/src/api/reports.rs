@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex};
 use quoin_api::control::{
     self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport, replica_report,
 };
+use quoin_cluster::ownership::liveness::Hearing;
+use quoin_cluster::records::{Concerned, NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 use quoin_identity::convert;
 use quoin_replication::recognition::PoolCounts;
 use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
@@ -15,19 +17,16 @@ use tokio::time::Instant;
 use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::{
     DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
 };
-use crate::state::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 use crate::state::{State, about};
 use crate::status::health::Conditions;
 use crate::text::{is_control, plain};
 use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
-use crate::volume::hearing::Hearing;
 use crate::volume::verification::Verifier;
 use crate::{Error, reconcile, volume};
 

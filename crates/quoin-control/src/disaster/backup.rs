@@ -12,10 +12,14 @@
 //! Records of a restored cluster do not rule before `quoin controller recover`: only the pools know
 //! the changes since the backup ([`crate::disaster::salvage`]).
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use std::path::{Path, PathBuf};
-
+use quoin_cluster::records::{
+    CordonRecord, EventRecord, GroupRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord,
+    Record, RecoveryRecord, RevertRecord, ScheduleRecord, SnapshotName, SnapshotRecord,
+    SupersededRecord, TermRecord, TokenRecord, VerifyRecord, VolumeRecord, decode,
+};
 use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
 use serde::{Deserialize, Serialize};
 
@@ -23,17 +27,8 @@ use crate::Error;
 use crate::membership::members::Members;
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::state::State;
-use crate::state::group_records::GroupRecord;
-use crate::state::records::{
-    CordonRecord, EventRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, Record,
-    RecoveryRecord, TokenRecord, VolumeRecord, decode,
-};
-use crate::state::revert_records::RevertRecord;
-use crate::state::snapshot_records::{ScheduleRecord, SnapshotName, SnapshotRecord};
 use crate::state::store::{Embedded, Store, Swap};
-use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::time::now_ms;
-use crate::volume::verification::VerifyRecord;
 
 const FORMAT: u32 = 1;
 const KIND: &str = "quoin-controller-backup";
@@ -299,7 +294,7 @@ pub(crate) async fn doubted_records(
 async fn write_records(path: &Path, records: &[(String, Vec<u8>)], why: &str) -> Result<(), Error> {
     let store = Embedded::open(path)?;
     let doubt = RecoveryRecord { why: why.to_owned(), since_ms: now_ms() };
-    let mark = (doubt.key(), crate::state::records::encode(&doubt));
+    let mark = (doubt.key(), quoin_cluster::records::encode(&doubt));
     // The record of a superseded term is about the former controller: this one begins its own term.
     // Tokens are left out, because some may have been used or revoked since the backup.
     let left_out = [SupersededRecord::PREFIX, TokenRecord::PREFIX];

@@ -7,13 +7,12 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use quoin_cluster::records::{Concerned, MemberOfCluster, TokenRecord};
 use quoin_identity::{Member, Role};
 
 use crate::Error;
 use crate::state::State;
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{MemberOfCluster, TokenRecord};
 use crate::time::now_ms;
 
 /// Time at which the authority was replaced without a transition time for its members.

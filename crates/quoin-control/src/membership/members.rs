@@ -12,6 +12,8 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use quoin_cluster::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
+use quoin_cluster::wall_clock::is_ahead;
 use quoin_identity::{
     Authority, Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request,
 };
@@ -20,8 +22,7 @@ use crate::Error;
 use crate::membership::admission::Admission;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
-use crate::time::{is_ahead, now_ms};
+use crate::time::now_ms;
 use crate::volume::fencing::Fences;
 
 /// Lifetime of a token where none is asked, and the longest.

@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use quoin_cluster::records::{Concerned, VolumePhase, VolumeRecord};
 use quoin_identity::Role;
 
 use crate::Error;
@@ -15,9 +16,7 @@ use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::State;
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::volume::fencing::Fences;
 
 /// Names of volumes in one message; the others are counted.

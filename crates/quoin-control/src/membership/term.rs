@@ -13,6 +13,9 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use quoin_cluster::records::{
+    Concerned, Record, RecoveryRecord, SupersededRecord, TermRecord, Text, decode, encode,
+};
 use quoin_identity::{Peer, Proven};
 use quoin_types::term::TermOrder;
 use quoin_types::{Term, TermId};
@@ -20,12 +23,10 @@ use tokio::sync::watch;
 
 use crate::Error;
 use crate::run::{RECORDS_FILE, is_initialised};
-use crate::state::changes::{Changes, Concerned};
+use crate::state::changes::Changes;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{Record, RecoveryRecord, Text, decode, encode};
 use crate::state::store::{Embedded, Store, StoreError, Swap};
 use crate::state::table::Table;
-use crate::state::term_records::{SupersededRecord, TermRecord};
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 

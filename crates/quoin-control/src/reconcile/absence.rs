@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use quoin_cluster::records::{Concerned, VolumeRecord};
+
 use crate::state::State;
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
-use crate::state::records::VolumeRecord;
 
 /// Members that are away, by the events so far.
 pub struct Absence {

@@ -17,9 +17,9 @@
 use std::cmp::Reverse;
 use std::collections::HashSet;
 
+use quoin_cluster::records::VolumeRecord;
 use quoin_types::{ReplicaGuid, VolumeId};
 
-use crate::state::records::VolumeRecord;
 use crate::volume::placement::{Candidate, Taken, place_beside};
 use crate::volume::policy::RebalanceAt;
 

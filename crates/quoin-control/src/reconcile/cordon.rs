@@ -10,15 +10,15 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use quoin_api::control as api;
+use quoin_cluster::records::{
+    Cause, CordonRecord, PoolRecord, ReplicaRecord, VolumePhase, VolumeRecord,
+};
 
 use crate::Error;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::heal::{Healer, in_sync, rebuildable, without};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{
-    Cause, CordonRecord, PoolRecord, ReplicaRecord, VolumePhase, VolumeRecord,
-};
 use crate::status::VolumeStatus;
 use crate::time::now_ms;
 use crate::volume::placement::Candidate;

@@ -15,12 +15,12 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control as api;
+use quoin_cluster::records::CordonRecord;
 use tokio::time::Instant;
 
 use crate::Error;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::CordonRecord;
 use crate::time::now_ms;
 use crate::volume::policy::Within;
 

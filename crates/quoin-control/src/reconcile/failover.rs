@@ -1,17 +1,14 @@
-//! Targets of volumes that several nodes have move away from a node that is lost.
-//!
-//! The node that is lost keeps its attachment: its orchestrator has not given it up. The target goes
-//! to another node that has the volume, at a higher epoch. A volume that one node alone has waits for
-//! its orchestrator, who publishes it elsewhere.
+//! Moves the targets of shared volumes away from nodes that are lost ([`failover`]).
 
 use std::sync::Arc;
 
+use quoin_cluster::ownership::failover;
+use quoin_cluster::records::VolumeRecord;
+
 use crate::Error;
 use crate::state::events::Severity;
-use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 use crate::volume::hearing::{self, check_silent};
-use crate::volume::replay;
 
 /// Moves targets away from nodes that are lost.
 pub struct Failover {
@@ -30,7 +27,7 @@ impl Failover {
         }
         for node in self.silent_nodes() {
             for volume in self.state.volumes_of_node(&node) {
-                if volume.opened.owner.as_deref() == Some(&node) && volume.attachments.len() > 1 {
+                if failover::is_due(&volume, &node) {
                     self.move_from(&volume, &node).await?;
                 }
             }
@@ -52,22 +49,13 @@ impl Failover {
         let Ok(silence) = check_silent(&self.state, volume, node) else { return Ok(()) };
         let next = {
             let (observed, after) = (self.state.observed(), self.state.settings.offline_after);
-            let others = volume.attachments.iter().map(|a| a.node.clone());
-            others.filter(|other| other != node).find(|other| observed.node_online(other, after))
+            let is_online = |node: &str| observed.node_online(node, after);
+            failover::next_node(volume, node, is_online).map(str::to_owned)
         };
         let Some(next) = next else { return Ok(()) };
         let term = self.state.term();
-        let change = |volume: &mut VolumeRecord| {
-            let is_there = volume.attachments.iter().any(|a| a.node == next);
-            if volume.opened.owner.as_deref() != Some(node) || !is_there || !volume.phase.is_kept()
-            {
-                return Ok(false);
-            }
-            volume.opened.owner = Some(next.clone());
-            replay::take_from(&mut volume.attachments, node);
-            volume.fence(true, term)?;
-            Ok(true)
-        };
+        let change =
+            |volume: &mut VolumeRecord| Ok(failover::move_target(volume, node, &next, term)?);
         let (volume, moved) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(()),
             other => other?,

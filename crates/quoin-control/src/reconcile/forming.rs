@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_cluster::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
 use quoin_types::membership::default_cf;
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
@@ -23,7 +24,6 @@ use crate::Error;
 use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, queue_of_volumes};
 use crate::state::events::Severity;
 use crate::state::observed::ReplicaState;
-use crate::state::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
 use crate::state::{State, about, random_id};
 use crate::volume::clones;
 use crate::volume::placement::{Candidate, Taken, place_beside};

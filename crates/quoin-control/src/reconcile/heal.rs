@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_cluster::records::{Cause, ReplicaRecord, VolumeRecord};
 use quoin_types::membership::open_quorum;
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
@@ -30,7 +31,6 @@ use crate::reconcile::rebalance::Balancer;
 use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, SETTLES_WITHIN, VOLUMES_MAX};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{Cause, ReplicaRecord, VolumeRecord};
 use crate::status::{ReplicaStatus, VolumeStatus};
 use crate::volume::placement::Candidate;
 use crate::volume::policy::ReplaceAfter;

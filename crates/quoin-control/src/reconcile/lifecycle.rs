@@ -6,26 +6,20 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use quoin_types::{ReplicaGuid, VolumeId};
+use quoin_cluster::ownership::lifecycle::{self, Answers, News};
+use quoin_cluster::records::{Concerned, VolumePhase, VolumeRecord};
+use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::ReplicaState;
-use crate::state::records::{
-    BaseUse, Discarded, ReplicaPhase, SourceRecord, Text, VolumePhase, VolumeRecord,
-};
 use crate::state::{State, about, random_id};
 use crate::status::health::Conditions;
 use crate::status::{ReplicaStatus, VolumeStatus};
 use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
-
-/// Answers of pools about the incarnations of one volume: (pool, GUID) → state.
-type Answers = HashMap<(String, ReplicaGuid), ReplicaState>;
-type News = (Severity, Object, &'static str, String);
 
 /// Reconciler of each volume's record with what its pools answer. It also announces turns of
 /// health, and takes back grants that nobody may use.
@@ -101,7 +95,7 @@ impl Lifecycle {
         let mut trial = VolumeRecord::clone(volume);
         let mut news = Vec::new();
         let are_own = self.are_own(volume);
-        step(&mut trial, &answers, are_own, &mut news);
+        lifecycle::step(&mut trial, &answers, are_own, &mut new_guid, &mut news);
         if trial.phase == VolumePhase::Deleting {
             crate::volume::volumes::free_name(state, volume).await?;
             if trial.replicas.is_empty() && trial.discarded.is_empty() {
@@ -117,20 +111,44 @@ impl Lifecycle {
         } else {
             let change = |volume: &mut VolumeRecord| {
                 news.clear();
-                step(volume, &answers, are_own, &mut news);
+                lifecycle::step(volume, &answers, are_own, &mut new_guid, &mut news);
                 Ok(())
             };
             let (current, ()) = match state.update_volume(volume.id.0, change).await {
                 Err(Error::NotFound { .. }) => return Ok(()),
                 updated => updated?,
             };
-            for (severity, object, reason, message) in news {
-                state.events.record(severity, object, reason, message);
-            }
+            news.into_iter().for_each(|news| self.announce(&current, news));
             current
         };
         self.announce_health(&current);
         Ok(())
+    }
+
+    fn announce(&self, volume: &VolumeRecord, news: News) {
+        let of = |replica: ReplicaId| Object::new("replica", replica, &volume.spec.name);
+        let (severity, object, reason, message) = match news {
+            News::Ready => {
+                let message = "every pool has created its replica".to_owned();
+                (Severity::Normal, about(volume), "VolumeReady", message)
+            }
+            News::Flattened => {
+                let source = crate::volume::clones::in_words(volume.source.as_ref());
+                let message = format!("it shares nothing with {source} any more");
+                (Severity::Normal, about(volume), "VolumeFlattened", message)
+            }
+            News::Returned { replica, pool, guid } => {
+                let message = format!("pool {pool} has {guid} again");
+                (Severity::Normal, of(replica), "ReplicaReturned", message)
+            }
+            News::Gone { replica, pool, guid, new } => {
+                let message = format!(
+                    "pool {pool} has lost {guid}; {new} is made in its place and will be rebuilt"
+                );
+                (Severity::Warning, of(replica), "ReplicaGone", message)
+            }
+        };
+        self.state.events.record(severity, object, reason, message);
     }
 
     /// Only what pools say that are alive, reached or not: they say it by themselves. Silence is no
@@ -245,99 +263,6 @@ fn is_tended(volume: &VolumeRecord, status: &VolumeStatus) -> bool {
         && status.replicas.iter().filter(|status| status.known).all(is_there)
 }
 
-/// One step of one volume, from its record and the pools' answers alone.
-fn step(volume: &mut VolumeRecord, answers: &Answers, are_own: bool, news: &mut Vec<News>) {
-    let answer = |pool: &str, guid: ReplicaGuid| answers.get(&(pool.to_owned(), guid)).copied();
-    let present = |pool: &str, guid| answer(pool, guid) == Some(ReplicaState::Present);
-    let gone = |pool: &str, guid| answer(pool, guid) == Some(ReplicaState::Gone);
-    let discarded = |d: &Discarded| !gone(&d.pool, d.guid.0);
-    volume.discarded.retain(discarded);
-    match volume.phase {
-        VolumePhase::Deleting => {
-            volume.replicas.retain(|replica| !gone(&replica.pool, replica.guid.0));
-        }
-        VolumePhase::Pending => {
-            if volume.replicas.iter().all(|r| present(&r.pool, r.guid.0)) {
-                // From here on no pool creates anything under these GUIDs again.
-                volume.phase = VolumePhase::Ready;
-                volume.membership.formed = true;
-                volume.membership.version += 1;
-                volume.replicas.iter_mut().for_each(|r| r.phase = ReplicaPhase::Keep);
-                let message = "every pool has created its replica".to_owned();
-                news.push((Severity::Normal, about(volume), "VolumeReady", message));
-            }
-        }
-        VolumePhase::Ready | VolumePhase::Retained => {
-            discard_retired(volume, answers);
-            let is_flattened = |s: &&mut SourceRecord| are_own && s.base == BaseUse::Flattening;
-            if let Some(source) = volume.source.as_mut().filter(is_flattened) {
-                source.base = BaseUse::Flattened;
-                let message = format!(
-                    "it shares nothing with {} any more",
-                    crate::volume::clones::in_words(volume.source.as_ref())
-                );
-                news.push((Severity::Normal, about(volume), "VolumeFlattened", message));
-            }
-            let name = volume.spec.name.clone();
-            let known = volume.membership.known.clone();
-            // Replicas whose place another record takes are not made anew where they were.
-            let followed: Vec<_> = volume
-                .replicas
-                .iter()
-                .filter(|r| r.leaving || volume.is_followed(r))
-                .map(|r| r.guid)
-                .collect();
-            let mut surplus = Vec::new();
-            for replica in &mut volume.replicas {
-                let object = || Object::new("replica", replica.id.0, &name);
-                let known = known.iter().find(|member| member.id == replica.id).map(|m| m.guid);
-                let returned =
-                    known.filter(|known| *known != replica.guid && present(&replica.pool, known.0));
-                if let Some(known) = returned {
-                    let message = format!("pool {} has {} again", replica.pool, known.0);
-                    news.push((Severity::Normal, object(), "ReplicaReturned", message));
-                    let (id, pool) = (replica.id, replica.pool.clone());
-                    let guid = std::mem::replace(&mut replica.guid, known);
-                    surplus.push(Discarded { id, guid, pool });
-                    replica.phase = ReplicaPhase::Keep;
-                } else if followed.contains(&replica.guid) {
-                    continue;
-                } else if replica.phase == ReplicaPhase::Keep && gone(&replica.pool, replica.guid.0)
-                {
-                    // A GUID is born once: what comes in its place has another one.
-                    let new = Text(ReplicaGuid(random_id()));
-                    let message = format!(
-                        "pool {} has lost {}; {} is made in its place and will be rebuilt",
-                        replica.pool, replica.guid.0, new.0
-                    );
-                    news.push((Severity::Warning, object(), "ReplicaGone", message));
-                    replica.guid = new;
-                    replica.phase = ReplicaPhase::Recreate;
-                } else if replica.phase == ReplicaPhase::Recreate
-                    && present(&replica.pool, replica.guid.0)
-                {
-                    replica.phase = ReplicaPhase::Keep;
-                }
-            }
-            volume.discarded.extend(surplus);
-        }
-    }
-}
-
-/// Retired incarnations that turn up in their pools (a disk came back) are never used again,
-/// so they may go.
-fn discard_retired(volume: &mut VolumeRecord, answers: &Answers) {
-    for ((pool, guid), state) in answers {
-        let guid = Text(*guid);
-        if *state == ReplicaState::Gone
-            || !volume.membership.retired.contains(&guid)
-            || volume.discarded.iter().any(|d| d.guid == guid && d.pool == *pool)
-        {
-            continue;
-        }
-        let id = volume.replicas.iter().find(|replica| replica.pool == *pool).map(|r| r.id);
-        let id = id.unwrap_or_default();
-        volume.discarded.push(Discarded { id, guid, pool: pool.clone() });
-    }
-    volume.discarded.sort_by(|a, b| (&a.pool, a.guid).cmp(&(&b.pool, b.guid)));
+fn new_guid() -> ReplicaGuid {
+    ReplicaGuid(random_id())
 }

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::state::changes::Concerned;
+use quoin_cluster::records::Concerned;
 use quoin_identity::{Expected, Role};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use quoin_api::volume::Local;
+use quoin_cluster::records::{Cause, Discarded, ReplicaRecord, VolumePhase, VolumeRecord};
 use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
@@ -28,7 +29,6 @@ use crate::reconcile::heal::Healer;
 use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{Cause, Discarded, ReplicaRecord, VolumePhase, VolumeRecord};
 use crate::status::VolumeStatus;
 use crate::volume::placement::Candidate;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};

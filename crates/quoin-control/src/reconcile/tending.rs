@@ -17,6 +17,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_cluster::ownership::replay::REPLAY_MAX;
+use quoin_cluster::ownership::{lending, replay};
+use quoin_cluster::records::VolumeRecord;
 use quoin_types::VolumeId;
 use tokio::time::Instant;
 
@@ -24,10 +27,8 @@ use crate::Error;
 use crate::reconcile::heal::rebuildable;
 use crate::reconcile::{LOOK_EVERY, Next, Queue, Reconciler, SETTLES_WITHIN, queue_of_volumes};
 use crate::state::events::Severity;
-use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 use crate::status::VolumeStatus;
-use crate::volume::replay::{self, REPLAY_MAX};
 use crate::volume::verification::Verifier;
 
 /// A replica that lags for less may only have been reported at another moment than the others.
@@ -129,13 +130,7 @@ impl Tender {
         if node.as_deref() == owner {
             return Ok(next);
         }
-        let change = |volume: &mut VolumeRecord| {
-            let as_seen = volume.opened.owner.as_deref() == owner && volume.attachments.is_empty();
-            if as_seen && volume.phase.is_kept() {
-                volume.opened.owner.clone_from(&node);
-            }
-            Ok(as_seen)
-        };
+        let change = |volume: &mut VolumeRecord| Ok(lending::lend(volume, owner, node.as_deref()));
         let (volume, changed) = match self.state.update_volume(id, change).await {
             Err(Error::NotFound { .. }) => return Ok(Next::Rest),
             other => other?,
@@ -168,12 +163,7 @@ impl Tender {
             return Ok(true);
         }
         let term = self.state.term();
-        let change = |volume: &mut VolumeRecord| {
-            let had_writers = volume.has_writers();
-            let is_late = replay::end_late(&mut volume.attachments, node);
-            volume.fence_last_writer(had_writers, true, term)?;
-            Ok(is_late)
-        };
+        let change = |volume: &mut VolumeRecord| Ok(replay::end_late(volume, node, term)?);
         let (volume, is_late) = match self.state.update_volume(id, change).await {
             Err(Error::NotFound { .. }) => return Ok(false),
             other => other?,
@@ -211,9 +201,7 @@ impl Tender {
             return Ok(Next::After(LOOK_EVERY));
         }
         let change = |volume: &mut VolumeRecord| {
-            if volume.opened.owner.is_none() && volume.phase.is_kept() {
-                volume.opened.owner = volume.attachments.first().map(|a| a.node.clone());
-            }
+            lending::give_back(volume);
             Ok(())
         };
         match self.state.update_volume(id, change).await {

@@ -4,14 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, SnapshotRef, VolumeRef};
+use quoin_cluster::records::{
+    Record, SnapshotName, SnapshotPhase, SnapshotRecord, Text, VolumePhase, VolumeRecord,
+};
 use quoin_replication::primary::USER_SNAPSHOTS_MAX;
 use quoin_types::VolumeId;
 use quoin_types::ids::{GroupId, SnapshotId};
 
 use crate::Error;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
-use crate::state::snapshot_records::{SnapshotName, SnapshotPhase, SnapshotRecord};
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 use crate::volume::spec;

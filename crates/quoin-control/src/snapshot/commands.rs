@@ -13,6 +13,9 @@ use quoin_api::control::{
     self as api, CommandOutcome, ConfirmSnapshot, CutPoint, HoldPoint, MakeSnapshot, PulledPart,
     ReleasePoint, RemoveSnapshot, TargetCommand, command_outcome, target_command,
 };
+use quoin_cluster::records::{
+    Cut, Record, RevertPhase, SnapshotPhase, SnapshotRecord, Text, VolumeRecord,
+};
 use quoin_replication::group_point::{PointAnswer, PointCommand};
 use quoin_replication::primary::{PointOutcome, SnapshotOutcome};
 use quoin_types::entry::Chain;
@@ -28,9 +31,6 @@ use super::reverts;
 use crate::Error;
 use crate::state::State;
 use crate::state::events::Severity;
-use crate::state::records::{Record, Text, VolumeRecord};
-use crate::state::revert_records::RevertPhase;
-use crate::state::snapshot_records::{Cut, SnapshotPhase, SnapshotRecord};
 use crate::text;
 use crate::time::now_ms;
 use crate::volume::spec::SIZE_BYTES_MAX;
@@ -471,7 +471,7 @@ impl CommandStream {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::snapshot_records::tests::snapshot;
+    use crate::snapshot::examples::snapshot;
 
     #[test]
     fn what_a_target_cannot_have_cut_is_refused_and_its_clock_is_bounded() {

@@ -3,6 +3,9 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_cluster::records::{
+    Cut, GroupPhase, GroupRecord, Record, SnapshotPhase, SnapshotRecord, Text,
+};
 use quoin_replication::group_point::{Broken, PointCut, PointVerdict};
 use quoin_replication::primary::HOLD_MS_MAX;
 use quoin_types::VolumeId;
@@ -15,10 +18,7 @@ use super::points::{Ended, in_words};
 use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler};
 use crate::state::events::Severity;
-use crate::state::group_records::{GroupPhase, GroupRecord};
 use crate::state::random_id;
-use crate::state::records::{Record, Text};
-use crate::state::snapshot_records::{Cut, SnapshotPhase, SnapshotRecord};
 use crate::text;
 
 /// Hold of the first attempt; each further one may take twice as long.

@@ -11,6 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use quoin_api::control::{GroupSnapshotRef, VolumeRef};
+use quoin_cluster::records::{
+    GroupMember, GroupPhase, GroupRecord, Record, SnapshotPhase, SnapshotRecord, Text, VolumePhase,
+    VolumeRecord,
+};
 use quoin_replication::group_point::POINT_VOLUMES_MAX;
 use quoin_replication::primary::USER_SNAPSHOTS_MAX;
 use quoin_types::VolumeId;
@@ -22,9 +26,6 @@ use super::points::Points;
 use crate::Error;
 use crate::reconcile::Queue;
 use crate::state::events::Severity;
-use crate::state::group_records::{GroupMember, GroupPhase, GroupRecord};
-use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
-use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 use crate::volume::spec;

@@ -13,6 +13,7 @@ use quoin_api::control::{
     CommandRefused, MeasureSnapshotRequest, PullPart, PullSnapshotRequest, PulledPart,
     SnapshotMeasure, SnapshotPart, TargetCommand, command_refused,
 };
+use quoin_cluster::records::{SnapshotPhase, SnapshotRecord};
 use quoin_types::{BLOCK_SIZE, VolumeId};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
@@ -20,7 +21,6 @@ use tokio::time::Instant;
 use super::catalog::Snapshots;
 use super::measure::{Known, measured};
 use crate::Error;
-use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
 use crate::state::{State, random_id};
 
 /// Parts that wait at once: of all volumes, and of one.

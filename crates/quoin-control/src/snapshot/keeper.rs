@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use quoin_cluster::records::{Record, SnapshotRecord, VolumePhase, VolumeRecord};
+use quoin_cluster::wall_clock::is_ahead;
 use quoin_types::VolumeId;
 use tokio::time::Instant;
 
@@ -13,10 +15,8 @@ use super::reverts;
 use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler, queue_of_volumes};
 use crate::state::events::Severity;
-use crate::state::records::{Record, VolumePhase, VolumeRecord};
-use crate::state::snapshot_records::SnapshotRecord;
 use crate::state::{State, about};
-use crate::time::{is_ahead, now_ms};
+use crate::time::now_ms;
 
 /// A change of records is looked at after this time.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -14,6 +14,8 @@
 
 pub(crate) mod catalog;
 pub(crate) mod commands;
+#[cfg(test)]
+mod examples;
 mod group_attempts;
 pub(crate) mod groups;
 pub mod history;

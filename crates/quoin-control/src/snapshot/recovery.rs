@@ -8,6 +8,9 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use quoin_cluster::records::{
+    Cut, Record, SnapshotName, SnapshotPhase, SnapshotRecord, Text, VolumePhase, VolumeRecord,
+};
 use quoin_types::ids::SnapshotId;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, VolumeId};
 
@@ -16,8 +19,6 @@ use crate::Error;
 use crate::disaster::salvage::Told;
 use crate::disaster::salvage::decide::{Finding, Held};
 use crate::state::events::Severity;
-use crate::state::records::{Record, Text, VolumePhase, VolumeRecord};
-use crate::state::snapshot_records::{Cut, SnapshotName, SnapshotPhase, SnapshotRecord};
 use crate::state::{State, about as about_volume};
 use crate::time::now_ms;
 

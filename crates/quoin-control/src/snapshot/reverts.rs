@@ -16,13 +16,13 @@ use quoin_api::control::{
     self as api, CommandRefused, RemoveSnapshot, RevertTo, SnapshotRef, TargetCommand, VolumeRef,
     command_refused,
 };
+use quoin_cluster::records::{
+    Record, RevertPhase, RevertRecord, SnapshotPhase, VolumePhase, VolumeRecord,
+};
 use quoin_types::{SnapshotId, VolumeId};
 
 use super::catalog::Snapshots;
 use crate::state::events::Severity;
-use crate::state::records::{Record, VolumePhase, VolumeRecord};
-use crate::state::revert_records::{RevertPhase, RevertRecord};
-use crate::state::snapshot_records::SnapshotPhase;
 use crate::state::{State, about, random_id};
 use crate::time::now_ms;
 use crate::{Error, text};
@@ -458,7 +458,7 @@ pub(crate) fn view(state: &State, revert: &RevertRecord) -> api::Revert {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::revert_records::tests::revert;
+    use crate::snapshot::examples::revert;
 
     #[test]
     fn a_revert_is_told_until_it_is_answered_and_then_the_removal_of_its_record() {

@@ -10,6 +10,10 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use quoin_api::control::{CreateScheduleRequest, VolumeRef};
+use quoin_cluster::records::{
+    ScheduleRecord, SnapshotPhase, SnapshotRecord, VolumePhase, VolumeRecord,
+};
+use quoin_cluster::wall_clock::is_ahead;
 use quoin_types::VolumeId;
 use tokio::time::Instant;
 
@@ -18,9 +22,7 @@ use crate::Error;
 use crate::reconcile::{Next, Queue, Reconciler};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{VolumePhase, VolumeRecord};
-use crate::state::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
-use crate::time::{is_ahead, now_ms, timestamp};
+use crate::time::{now_ms, timestamp};
 use crate::volume::spec;
 
 /// Bounds of an interval and of the time for which snapshots are kept.
@@ -93,7 +95,7 @@ impl Schedules {
         if let Some(found) = self.state.snapshots.schedules.get(&fresh.name) {
             return same(found, &fresh);
         }
-        let of_volume = |index: &crate::state::snapshot_records::ScheduleIndex| {
+        let of_volume = |index: &quoin_cluster::records::ScheduleIndex| {
             index.of_volume(volume.id.0).map_or(0, std::collections::BTreeSet::len)
         };
         if self.state.snapshots.schedules.index(of_volume) >= SCHEDULES_MAX {
@@ -323,7 +325,7 @@ fn snapshot_name(schedule: &str, due_ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::snapshot_records::tests::{cut, snapshot};
+    use crate::snapshot::examples::{cut, snapshot, volume};
 
     const DAY_MS: u64 = 86_400_000;
 
@@ -339,7 +341,7 @@ mod tests {
     fn of(keep: u32, keep_for_ms: u64) -> ScheduleRecord {
         ScheduleRecord {
             name: "hourly".into(),
-            volume: crate::state::records::Text(VolumeId(7)),
+            volume: quoin_cluster::records::Text(VolumeId(7)),
             volume_name: "db".into(),
             every_ms: 3_600_000,
             keep,
@@ -384,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_schedule_that_keeps_everything_or_too_much_is_refused_with_the_way_out() {
-        let volume = crate::state::recorded::volume();
+        let volume = volume();
         let refused = |asked: CreateScheduleRequest| new_schedule(&asked, &volume).unwrap_err();
         let asked = |every_s, keep, keep_for_s| CreateScheduleRequest {
             every_s,

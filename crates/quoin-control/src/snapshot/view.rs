@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use quoin_api::control as api;
+use quoin_cluster::records::{
+    GroupPhase, GroupRecord, ScheduleRecord, SnapshotPhase, SnapshotRecord, VolumePhase,
+    VolumeRecord,
+};
+use quoin_cluster::wall_clock::is_ahead;
 use quoin_types::VolumeId;
 
 use crate::state::State;
-use crate::state::group_records::{GroupPhase, GroupRecord};
-use crate::state::records::{VolumePhase, VolumeRecord};
-use crate::state::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
-use crate::time::{is_ahead, now_ms, timestamp};
+use crate::time::{now_ms, timestamp};
 
 /// The message of a snapshot.
 pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapshot {
@@ -40,7 +42,7 @@ pub(crate) fn snapshot(state: &State, snapshot: &SnapshotRecord) -> api::Snapsho
         // The record of a volume stays until its last snapshot is gone.
         accessible_topology: volume
             .as_deref()
-            .map(|volume| crate::volume::topology::write(&volume.spec.accessible_topology))
+            .map(|volume| volume.spec.topologies())
             .unwrap_or_default(),
         volume_deleted: volume.as_deref().is_none_or(is_deleted),
     }

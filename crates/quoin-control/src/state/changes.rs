@@ -8,6 +8,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use quoin_cluster::records::{Concerned, Nodes};
 use quoin_types::VolumeId;
 use tokio::sync::watch;
 
@@ -19,67 +20,6 @@ const VOLUMES_MAX: usize = 4096;
 pub enum Concern {
     Pool(String),
     Node(String),
-}
-
-/// Nodes whose assignments contain a record.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Nodes {
-    All,
-    These(BTreeSet<String>),
-}
-
-impl Nodes {
-    pub fn none() -> Self {
-        Self::These(BTreeSet::new())
-    }
-
-    fn and(self, other: Self) -> Self {
-        match (self, other) {
-            (Self::These(mut nodes), Self::These(more)) => {
-                nodes.extend(more);
-                Self::These(nodes)
-            }
-            _ => Self::All,
-        }
-    }
-}
-
-/// Pools and nodes whose assignments contain a record.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Concerned {
-    Everybody,
-    Some {
-        pools: BTreeSet<String>,
-        nodes: Nodes,
-    },
-    /// No assignment; only callers that wait for a status.
-    Status,
-    /// No assignment and no status.
-    Nobody,
-}
-
-impl Concerned {
-    /// All nodes, and no pool.
-    pub fn all_nodes() -> Self {
-        Self::Some { pools: BTreeSet::new(), nodes: Nodes::All }
-    }
-
-    pub fn and(self, other: Self) -> Self {
-        match (self, other) {
-            (Self::Everybody, _) | (_, Self::Everybody) => Self::Everybody,
-            (Self::Nobody, other) | (other, Self::Nobody) => other,
-            (Self::Status, other) | (other, Self::Status) => other,
-            (Self::Some { mut pools, nodes }, Self::Some { pools: more, nodes: also }) => {
-                pools.extend(more);
-                Self::Some { pools, nodes: nodes.and(also) }
-            }
-        }
-    }
-
-    /// Pools and nodes that a record concerns before or after a change.
-    pub fn by(before: Option<Self>, after: Option<Self>) -> Self {
-        before.unwrap_or(Self::Nobody).and(after.unwrap_or(Self::Nobody))
-    }
 }
 
 /// Objects that a stream is to look at.
@@ -267,19 +207,6 @@ mod tests {
         assert_eq!(woken(Concerned::Everybody), ([true; 4], true));
         assert_eq!(woken(Concerned::Status), ([false; 4], true));
         assert_eq!(woken(Concerned::Nobody), ([false; 4], false));
-    }
-
-    #[test]
-    fn a_change_concerns_those_before_it_and_those_after_it() {
-        let these = |name: &str| Nodes::These([name.to_owned()].into());
-        let both = Concerned::by(Some(some("a", these("n1"))), Some(some("b", these("n2"))));
-        let pools = ["a".to_owned(), "b".to_owned()].into();
-        let nodes = Nodes::These(["n1".to_owned(), "n2".to_owned()].into());
-        assert_eq!(both, Concerned::Some { pools, nodes });
-        let one = || some("a", these("n1"));
-        assert_eq!(Concerned::by(None, Some(one())), one());
-        assert_eq!(Concerned::by(Some(Concerned::Everybody), Some(one())), Concerned::Everybody);
-        assert_eq!(Concerned::all_nodes().and(one()), some("a", Nodes::All));
     }
 
     #[test]

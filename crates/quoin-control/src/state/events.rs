@@ -12,10 +12,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use quoin_api::control as api;
+use quoin_cluster::records::{EventRecord, Record, decode, encode};
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::state::records::{EventRecord, Record, decode, encode};
 use crate::state::store::{Entry, Store, StoreError};
 use crate::text::plain;
 use crate::time::{now_ms, timestamp};
@@ -330,20 +330,18 @@ impl Ring {
     }
 }
 
-impl From<EventRecord> for api::Event {
-    fn from(event: EventRecord) -> Self {
-        debug_assert!(!event.name().is_empty());
-        api::Event {
-            sequence: event.sequence,
-            time: Some(timestamp(event.time_ms)),
-            severity: event.severity,
-            object_kind: event.object_kind,
-            object_id: event.object_id,
-            object_name: event.object_name,
-            reason: event.reason,
-            message: event.message,
-            count: event.count,
-        }
+/// The message of an event.
+pub(crate) fn message(event: EventRecord) -> api::Event {
+    api::Event {
+        sequence: event.sequence,
+        time: Some(timestamp(event.time_ms)),
+        severity: event.severity,
+        object_kind: event.object_kind,
+        object_id: event.object_id,
+        object_name: event.object_name,
+        reason: event.reason,
+        message: event.message,
+        count: event.count,
     }
 }
 

@@ -3,27 +3,23 @@
 
 pub mod changes;
 pub mod events;
-pub(crate) mod grants;
-pub mod group_records;
-pub(crate) mod member_records;
 pub(crate) mod observed;
-#[cfg(test)]
-pub(crate) mod recorded;
-pub mod records;
-pub(crate) mod replica_changes;
-pub mod revert_records;
 mod ruling;
-pub mod snapshot_records;
+pub(crate) mod snapshot_tables;
 pub mod store;
 pub(crate) mod table;
-pub(crate) mod term_records;
-pub(crate) mod volume_index;
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control::VolumeRef;
+use quoin_cluster::ownership::change;
+use quoin_cluster::ownership::epochs::is_written;
+use quoin_cluster::records::{
+    Concerned, CordonRecord, MemberOfCluster, NameRecord, NodeRecord, Nodes, PoolRecord,
+    TokenRecord, VerifyRecord, VolumeRecord,
+};
 use quoin_identity::Identity;
 use quoin_types::VolumeId;
 use rand::RngCore;
@@ -32,17 +28,13 @@ use tokio::sync::watch;
 use crate::Error;
 use crate::controller::Settings;
 use crate::membership::term::OwnTerm;
-use crate::state::changes::{Changes, Concern, Concerned, Follower, Nodes};
+use crate::state::changes::{Changes, Concern, Follower};
 use crate::state::events::{Events, Object, Severity};
 use crate::state::observed::Observed;
-use crate::state::records::{
-    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
-};
-use crate::state::snapshot_records::SnapshotTables;
+use crate::state::snapshot_tables::SnapshotTables;
 use crate::state::store::{Store, Watched, Writes};
 use crate::state::table::Table;
 use crate::volume::policy::ReplaceAfter;
-use crate::volume::verification::VerifyRecord;
 
 /// Records, what is observed, and what all parts share.
 pub struct State {
@@ -201,14 +193,10 @@ impl State {
         self.changes.hurry(volume);
     }
 
-    /// Returns true if the target of a volume has to change its content: for a node that has it for
-    /// writing, or to take it back to a snapshot. A target that is lent for other work reads.
+    /// Returns true if the target of a volume has to change its content.
     pub(crate) fn is_written(&self, volume: &VolumeRecord) -> bool {
-        let reverts = || self.snapshots.reverts.get(&volume.id.0.to_string());
-        match volume.attachments.is_empty() {
-            true => reverts().is_some_and(|revert| revert.is_open()),
-            false => volume.has_writers(),
-        }
+        let revert = self.snapshots.reverts.get(&volume.id.0.to_string());
+        is_written(volume, revert.is_some_and(|revert| revert.is_open()))
     }
 
     /// Has each volume whose users wait for its target put into a queue.
@@ -278,11 +266,7 @@ impl State {
             .ok_or_else(missing)
     }
 
-    /// Changes a volume's record. Where the owner changes, the former owner loses its grants.
-    /// Where the record loses a newcomer, the membership gets its next version: a joint View that
-    /// names the newcomer can never rule then, so no target that opens the volume waits for a
-    /// replica that is being deleted. The version stays where nothing has confirmed yet that the
-    /// record is current: that View may have ruled for long there.
+    /// Changes a volume's record, with what follows from the change ([`change::complete`]).
     pub(crate) async fn update_volume<T>(
         &self,
         id: VolumeId,
@@ -298,11 +282,7 @@ impl State {
         let change = |volume: &mut VolumeRecord| {
             let before = volume.clone();
             let value = change(volume)?;
-            if before.opened.owner.is_some() && before.opened.owner != volume.opened.owner {
-                volume.fence(false, term)?;
-            }
-            volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));
-            volume.generation += u64::from(volume.differs(&before));
+            change::complete(&before, volume, is_confirmed, term)?;
             Ok(value)
         };
         let updated = self.volumes.update(&name, change).await?;

@@ -6,21 +6,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{GoesBy, Scrub};
+use quoin_cluster::ownership::devices::DeviceSeen;
+pub use quoin_cluster::ownership::lifecycle::ReplicaState;
+use quoin_cluster::ownership::liveness::Hearing;
 use quoin_types::{Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::reconcile::reach::Reach;
-use crate::volume::devices::DeviceSeen;
-use crate::volume::hearing::Hearing;
-
-/// A pool's report of a replica.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ReplicaState {
-    /// Exists (created, open or closed).
-    Present,
-    Gone,
-    Damaged,
-}
+use crate::time;
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct ReplicaSeen {
@@ -47,7 +40,7 @@ impl ReplicaSeen {
     /// This report after the one before.
     pub fn after(self, before: Option<&Self>, now: Instant) -> Self {
         let hearing = before.map(|before| before.hearing).unwrap_or_default();
-        Self { hearing: self.hearing.after(hearing, now), ..self }
+        Self { hearing: self.hearing.after(hearing, time::of(now)), ..self }
     }
 }
 

@@ -1,10 +1,10 @@
 //! Rule of these records, and its term.
 
+use quoin_cluster::records::RecoveryRecord;
 use quoin_types::Term;
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::RecoveryRecord;
 
 impl State {
     /// # Errors

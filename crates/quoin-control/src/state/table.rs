@@ -10,25 +10,16 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, RwLock};
 
+use quoin_cluster::records::{Index, Record, decode, encode};
+
 use crate::Error;
 use crate::state::changes::Changes;
-use crate::state::records::{Record, decode, encode};
 use crate::state::store::{Entry, Store, StoreError, Swap};
 
 /// A record changes this often at most while one update tries to get in.
 const TRIES_MAX: u32 = 32;
 
 type Versioned<R> = (u64, Arc<R>);
-
-/// Lookup data derived from all records of a kind, so that a reader need not visit them all.
-pub trait Index<R>: Default + Send + Sync {
-    /// A record was made (`before` is `None`), changed or removed (`after` is `None`).
-    fn follow(&mut self, before: Option<&R>, after: Option<&R>);
-}
-
-impl<R> Index<R> for () {
-    fn follow(&mut self, _: Option<&R>, _: Option<&R>) {}
-}
 
 /// All records of one kind.
 pub(crate) struct Table<R: Record> {
@@ -257,8 +248,8 @@ mod tests {
     use tokio::sync::broadcast;
 
     use super::*;
-    use crate::state::records::PoolRecord;
     use crate::state::store::{Change, Embedded, Put};
+    use quoin_cluster::records::PoolRecord;
 
     /// A store that makes changes without answering them, and may not be readable meanwhile.
     struct Mute {

@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use quoin_api::control::{self as api, volume_condition};
+use quoin_cluster::records::{VerifyState, VolumePhase, VolumeRecord};
+use quoin_cluster::wall_clock::is_ahead;
 use quoin_types::VolumeId;
 
 use crate::state::State;
 use crate::state::observed::VolumeSeen;
-use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::status::VolumeStatus;
-use crate::time::{is_ahead, now_ms, timestamp};
-use crate::volume::verification::VerifyState;
+use crate::time::{now_ms, timestamp};
 
 /// Time that a target has for an opening before its volume counts as not opened.
 const OPENING_MAX: Duration = Duration::from_secs(8);

@@ -9,6 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control as api;
+use quoin_api::volume::Spread;
+use quoin_cluster::ownership::replay;
+use quoin_cluster::records::{
+    AttachmentRecord, Cause, NodeRecord, PoolRecord, Replay, ReplicaPhase, ReplicaRecord,
+    VolumePhase, VolumeRecord,
+};
 use quoin_identity::Role;
 use quoin_types::membership::open_quorum;
 use quoin_types::{Epoch, Position, VolumeId};
@@ -20,17 +26,11 @@ use crate::membership::clocks::Clocks;
 use crate::reconcile::rebalance::Balancer;
 use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
-use crate::state::records::{
-    AttachmentRecord, Cause, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, VolumePhase,
-    VolumeRecord,
-};
 use crate::status::health::{Conditions, Judgement};
 use crate::time::timestamp;
 use crate::volume::devices::Devices;
-use crate::volume::replay::Replay;
 use crate::volume::verification::Verifier;
 use crate::{membership, reconcile, volume};
-use quoin_api::volume::Spread;
 
 /// A target that has not opened a volume after so long has met with something.
 const OPENING_MAX: Duration = Duration::from_secs(8);
@@ -428,7 +428,7 @@ impl Status {
             replays: attachment.replay == Replay::Due,
             replay_is_late: attachment.replay == Replay::Late,
             phase: phase.to_owned(),
-            message: match attachment.replay.in_words() {
+            message: match replay::in_words(attachment.replay) {
                 Some(replay) if message.is_empty() => replay,
                 _ => message,
             },

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use quoin_api::control as api;
+use quoin_cluster::records::{ReplicaPhase, VolumeRecord};
 use quoin_types::membership::open_quorum;
 
 use super::Status;
 use crate::Error;
-use crate::state::records::{ReplicaPhase, VolumeRecord};
 
 impl Status {
     /// Only what the target told under the record's epoch is its own; the records alone are shown

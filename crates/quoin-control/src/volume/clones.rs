@@ -14,15 +14,14 @@ use std::time::Duration;
 
 use quoin_api::control::{self as api, SnapshotRef, VolumeRef, VolumeSpec};
 use quoin_api::volume::VolumeOption;
+use quoin_cluster::records::{
+    BaseUse, Cause, MemberRecord, Record, ReplicaPhase, ReplicaRecord, SnapshotPhase,
+    SnapshotRecord, SourceRecord, Spec, Text, VolumePhase, VolumeRecord,
+};
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
 use crate::snapshot::catalog::Snapshots;
 use crate::state::events::Severity;
-use crate::state::records::{
-    BaseUse, Cause, MemberRecord, Record, ReplicaPhase, ReplicaRecord, SourceRecord, Spec, Text,
-    VolumePhase, VolumeRecord,
-};
-use crate::state::snapshot_records::{SnapshotPhase, SnapshotRecord};
 use crate::state::{State, about, random_id};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::scale::in_sync_ids;

@@ -10,12 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec};
+use quoin_cluster::ownership::replicas;
+use quoin_cluster::records::VolumeRecord;
 use quoin_types::ReplicaId;
 
 use crate::api::reports;
 use crate::snapshot::catalog::CUT_TIME;
 use crate::state::events::Severity;
-use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 use crate::volume::clones::{self, Clones};
 use crate::volume::placement::Candidate;
@@ -325,7 +326,7 @@ fn replicas(
         _ => unmatched.iter().map(|(id, _)| *id).collect(),
     };
     if !leaving.is_empty()
-        && let Some(message) = scale::remove(volume, &leaving, in_sync)?
+        && let Some(message) = replicas::leave(volume, &leaving, in_sync)?
     {
         said.push(("ReplicaLeaves", message));
     }

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use quoin_cluster::ownership::fencing;
+use quoin_cluster::records::VolumeRecord;
 use quoin_types::VolumeId;
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::VolumeRecord;
 
 /// Takes grants back.
 pub struct Fences {
@@ -22,24 +23,10 @@ impl Fences {
     /// the volumes that were only lent to it.
     pub(crate) async fn node(&self, node: &str, leaves: bool) -> Result<(), Error> {
         let term = self.state.term();
-        let concerned = |volume: &VolumeRecord| {
-            let owns = volume.opened.owner.as_deref() == Some(node);
-            owns || volume.grants.holder == node
-        };
         let owned = self.state.volumes_of_node(node);
         let held = self.state.volumes.indexed(|index| index.of_holder(node));
-        for volume in owned.iter().chain(&held).filter(|volume| concerned(volume)) {
-            let fence = |volume: &mut VolumeRecord| {
-                let owns = volume.opened.owner.as_deref() == Some(node);
-                if leaves && owns && volume.attachments.is_empty() {
-                    volume.opened.owner = None;
-                }
-                // Recovered records do not say which node holds the epoch.
-                if volume.grants.holder == node || (owns && volume.grants.holder.is_empty()) {
-                    volume.fence(true, term)?;
-                }
-                Ok(())
-            };
+        for volume in owned.iter().chain(&held).filter(|v| fencing::concerns(v, node)) {
+            let fence = |v: &mut VolumeRecord| Ok(fencing::of_node(v, node, leaves, term)?);
             self.change_if_there(volume.id.0, fence).await?;
         }
         Ok(())
@@ -47,41 +34,23 @@ impl Fences {
 
     /// Takes back the grant of a volume that has no owner, as recovered records may have one.
     pub(crate) async fn left_over(&self, volume: &VolumeRecord) -> Result<(), Error> {
-        let left_over = |volume: &VolumeRecord| {
-            volume.phase.is_kept() && volume.opened.owner.is_none() && volume.is_granted()
-        };
-        if !left_over(volume) {
+        if !fencing::is_left_over(volume) {
             return Ok(());
         }
         let term = self.state.term();
-        let fence = |volume: &mut VolumeRecord| {
-            if left_over(volume) {
-                volume.fence(false, term)?;
-            }
-            Ok(())
-        };
+        let fence = |volume: &mut VolumeRecord| Ok(fencing::left_over(volume, term)?);
         self.change_if_there(volume.id.0, fence).await
     }
 
     /// Cuts a target that still uses an epoch that was taken back. The target has missed that its
     /// volume was detached and attached again; it then acquires a new epoch.
     pub(crate) async fn stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
-        let term = self.state.term();
-        let stale = |volume: &VolumeRecord| {
-            volume.opened.owner.as_deref() == Some(node)
-                && volume.grants.holder == node
-                && !volume.is_granted()
-        };
-        let is_open = |volume: &VolumeRecord| stale(volume) && !volume.grants.fenced_at_once;
-        if self.state.volumes.get(&id.to_string()).is_none_or(|volume| !is_open(&volume)) {
+        let volume = self.state.volumes.get(&id.to_string());
+        if volume.is_none_or(|volume| !fencing::is_stale(&volume, node)) {
             return Ok(());
         }
-        let fence = |volume: &mut VolumeRecord| {
-            if is_open(volume) {
-                volume.fence(true, term)?;
-            }
-            Ok(())
-        };
+        let term = self.state.term();
+        let fence = |volume: &mut VolumeRecord| Ok(fencing::stale(volume, node, term)?);
         self.change_if_there(id, fence).await
     }
 

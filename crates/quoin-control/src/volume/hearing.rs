@@ -1,54 +1,11 @@
-//! Signs of life of a node's target: by its reports, and by what the volume's pools hear.
-//!
-//! A volume is taken from a node only after nobody has heard of it for the node's time-out. The
-//! controller's own connection proves little: where it alone is cut, the target serves on with its
-//! pools. So the pools are asked too: a pool says of each replica whether a target's lease lives.
-//! As many pools as another target needs to open the volume must say that none does, and have said so
-//! for the time-out. A target that those do not hear serves nothing, as it has no quorum without one of
-//! them; so what other pools say then stops nothing, and is told: such a pool has it wrong, or its link
-//! to the target alone is whole.
+//! Silence of nodes, by what is observed of them ([`liveness`]).
 
-use std::time::Duration;
-
-use quoin_types::ReplicaGuid;
-use quoin_types::membership::open_quorum;
-use tokio::time::Instant;
+use quoin_cluster::ownership::liveness::{self, Silence};
+use quoin_cluster::records::{ReplicaRecord, VolumeRecord};
 
 use crate::state::events::Severity;
-use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
-
-/// A pool's word on the target of a replica.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Hearing {
-    /// The pool does not say.
-    #[default]
-    Unknown,
-    /// A target's lease lives.
-    Hears,
-    /// No target's lease lives, and since when, where one lived before.
-    Silent(Option<Instant>),
-}
-
-impl Hearing {
-    /// This word after the pool's word `before`.
-    pub(crate) fn after(self, before: Self, now: Instant) -> Self {
-        match (self, before) {
-            (Self::Silent(_), Self::Hears) => Self::Silent(Some(now)),
-            (Self::Silent(_), Self::Silent(since)) => Self::Silent(since),
-            (word, _) => word,
-        }
-    }
-}
-
-/// Silence of a node.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Silence {
-    /// For how long neither the controller nor enough pools have heard of it.
-    pub lasts: Duration,
-    /// Pools that say otherwise, in words; empty: none does.
-    pub dissent: String,
-}
+use crate::time;
 
 /// Checks that a quorum has not heard of a node for its time-out, so that the volume may be taken from
 /// it.
@@ -62,15 +19,12 @@ pub(crate) fn check_silent(
 ) -> Result<Silence, String> {
     let observed = state.observed();
     let last = observed.nodes.get(node).map_or(observed.started, |seen| seen.last);
-    let word = |pool: &str, guid: &ReplicaGuid| {
-        let pool = observed.heard_pool(pool, state.settings.offline_after)?;
-        Some(pool.replicas.get(guid)?.hearing)
+    let word = |replica: &ReplicaRecord| {
+        let pool = observed.heard_pool(&replica.pool, state.settings.offline_after);
+        let seen = pool.and_then(|pool| pool.replicas.get(&replica.guid.0));
+        seen.map(|seen| seen.hearing).unwrap_or_default()
     };
-    let known = volume.replicas.iter().filter(|replica| volume.is_known(replica));
-    let words: Vec<_> =
-        known.map(|r| (r.pool.as_str(), word(&r.pool, &r.guid.0).unwrap_or_default())).collect();
-    let needed = open_quorum(volume.membership.rf, volume.membership.cf);
-    judge(last, &words, needed.into(), state.settings.node_timeout, Instant::now())
+    liveness::check_silent(volume, time::of(last), word, state.settings.node_timeout, time::now())
 }
 
 /// Names the pools that say that they hear a node from which a volume was taken: they have it wrong, or
@@ -86,101 +40,4 @@ pub(crate) fn tell_dissent(state: &State, volume: &VolumeRecord, node: &str, sil
         silence.lasts.as_secs()
     );
     state.events.record(Severity::Warning, about(volume), "PoolDissents", message);
-}
-
-/// Judges by the node's last report and the words of the pools.
-fn judge(
-    last: Instant,
-    words: &[(&str, Hearing)],
-    needed: usize,
-    timeout: Duration,
-    now: Instant,
-) -> Result<Silence, String> {
-    let mut lasts = now.duration_since(last);
-    if lasts < timeout {
-        return Err(format!("it reported {} s ago", lasts.as_secs()));
-    }
-    let (mut silences, mut dissent) = (Vec::new(), Vec::new());
-    for (pool, word) in words {
-        match word {
-            Hearing::Unknown => {}
-            Hearing::Hears => dissent.push(format!("pool {pool} hears its target")),
-            Hearing::Silent(since) => match since.map(|since| now.duration_since(since)) {
-                Some(since) if since < timeout => {
-                    dissent.push(format!("pool {pool} heard its target {} s ago", since.as_secs()));
-                }
-                since => silences.push(since),
-            },
-        }
-    }
-    if silences.len() < needed && !dissent.is_empty() {
-        return Err(dissent.join(", "));
-    }
-    if silences.len() < needed {
-        return Err(format!(
-            "{} pools of the volume say that they hear no target of it, and {needed} must",
-            silences.len()
-        ));
-    }
-    // So long has a quorum been silent: the longest silences count.
-    silences.sort_by_key(|since| std::cmp::Reverse(since.unwrap_or(Duration::MAX)));
-    let counted = silences.into_iter().take(needed).flatten();
-    lasts = counted.fold(lasts, Duration::min);
-    Ok(Silence { lasts, dissent: dissent.join(", ") })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const TIMEOUT: Duration = Duration::from_secs(10);
-
-    fn ago(now: Instant, s: u64) -> Instant {
-        now - Duration::from_secs(s)
-    }
-
-    #[tokio::test]
-    async fn a_node_is_silent_once_neither_the_controller_nor_a_pool_has_heard_of_it_for_so_long() {
-        let now = Instant::now() + Duration::from_secs(3600);
-        let silent = Hearing::Silent(None);
-        let judged = |last, words: [Hearing; 3]| {
-            let pools = ["a", "b", "c"].into_iter().zip(words).collect::<Vec<_>>();
-            judge(ago(now, last), &pools, 2, TIMEOUT, now)
-        };
-        let silence = |s, dissent: &str| {
-            Ok(Silence { lasts: Duration::from_secs(s), dissent: dissent.to_owned() })
-        };
-        assert_eq!(judged(12, [silent; 3]), silence(12, ""));
-        assert!(judged(9, [silent; 3]).unwrap_err().contains("9 s ago"));
-        // The controller's link alone is cut: the target serves on.
-        let heard = judged(60, [silent, Hearing::Hears, Hearing::Hears]).unwrap_err();
-        assert_eq!(heard, "pool b hears its target, pool c hears its target");
-        let lately = Hearing::Silent(Some(ago(now, 3)));
-        let heard = judged(60, [silent, lately, lately]).unwrap_err();
-        assert!(heard.contains("pool c heard its target 3 s ago"), "{heard}");
-        let heard = judged(60, [silent, Hearing::Hears, Hearing::Unknown]).unwrap_err();
-        assert_eq!(heard, "pool b hears its target");
-        let since = Hearing::Silent(Some(ago(now, 11)));
-        assert_eq!(judged(60, [since, since, silent]), silence(11, ""));
-        assert_eq!(judged(60, [since, silent, silent]), silence(60, ""), "two are enough");
-        // One pool stops nothing that a quorum says, for ever or for a while, and is named.
-        let dissent = judged(60, [silent, Hearing::Hears, silent]);
-        assert_eq!(dissent, silence(60, "pool b hears its target"));
-        let dissent = judged(60, [lately, silent, since]);
-        assert_eq!(dissent, silence(11, "pool a heard its target 3 s ago"));
-        // Pools that are away may hear it.
-        assert!(judged(60, [silent, Hearing::Unknown, Hearing::Unknown]).is_err());
-        assert!(judged(60, [silent, silent, Hearing::Unknown]).is_ok());
-    }
-
-    #[tokio::test]
-    async fn the_moment_of_the_last_sign_of_life_is_kept_over_reports() {
-        let now = Instant::now();
-        let ended = Hearing::Silent(None).after(Hearing::Hears, now);
-        assert_eq!(ended, Hearing::Silent(Some(now)));
-        let later = now + Duration::from_secs(5);
-        assert_eq!(Hearing::Silent(None).after(ended, later), ended);
-        assert_eq!(Hearing::Hears.after(ended, later), Hearing::Hears);
-        assert_eq!(Hearing::Silent(None).after(Hearing::Unknown, now), Hearing::Silent(None));
-    }
 }

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use quoin_api::control::SetKeySlotsRequest;
+use quoin_cluster::records::VolumeRecord;
 use quoin_encryption::Encryption;
 
 use crate::Error;
 use crate::state::events::Severity;
-use crate::state::records::VolumeRecord;
 use crate::state::{State, about};
 
 /// Changes of key slots.

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use quoin_api::control::{VolumeRef, VolumeSpec};
 use quoin_api::volume::VolumeOption;
+use quoin_cluster::records::{VolumePhase, VolumeRecord};
 use tokio::time::Instant;
 
 use crate::Error;
 use crate::state::events::Severity;
-use crate::state::records::{VolumePhase, VolumeRecord};
 use crate::state::{State, about};
 use crate::volume::declare::Said;
 use crate::volume::scale::{self, Scale};

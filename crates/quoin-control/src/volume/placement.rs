@@ -14,10 +14,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::state::records::Spec;
+use quoin_api::volume::{Local, Spread};
+use quoin_cluster::records::Spec;
+
 use crate::volume::topology;
 use crate::{Error, text};
-use quoin_api::volume::{Local, Spread};
 
 /// Way out where no pool has the space.
 const SMALLER: &str = "make the volume smaller, or add a pool with more room";

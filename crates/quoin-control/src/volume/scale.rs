@@ -8,12 +8,13 @@
 use std::sync::Arc;
 
 use quoin_api::control::VolumeRef;
+use quoin_cluster::ownership::replicas::{self, check_ready};
+use quoin_cluster::records::{Cause, ReplicaRecord, VolumeRecord};
 use quoin_types::membership::default_cf;
-use quoin_types::{ReplicaGuid, ReplicaId};
+use quoin_types::{Member, ReplicaGuid, ReplicaId};
 
 use crate::Error;
 use crate::state::events::Severity;
-use crate::state::records::{Cause, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord};
 use crate::state::{State, about, random_id};
 use crate::volume::placement;
 use crate::volume::spec::{REPLICAS_HARD_MAX, check_replicas};
@@ -59,21 +60,8 @@ impl Move {
     }
 }
 
-/// Only a volume that is there can be changed.
-fn ready(volume: &VolumeRecord) -> Result<(), Error> {
-    match volume.phase {
-        VolumePhase::Ready | VolumePhase::Retained => Ok(()),
-        VolumePhase::Pending => Err(Error::Busy(format!(
-            "volume {:?} is being created; try again when it is ready",
-            volume.spec.name
-        ))),
-        VolumePhase::Deleting => Err(Error::missing("volume", volume.id.0.to_string())),
-    }
-}
-
-fn newcomer(id: Text<ReplicaId>, pool: String, cause: Cause, placed: bool) -> ReplicaRecord {
-    let guid = Text(ReplicaGuid(random_id()));
-    ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, placed, cause }
+fn newcomer(id: ReplicaId, pool: String, cause: Cause, placed: bool) -> ReplicaRecord {
+    replicas::newcomer(Member { id, guid: ReplicaGuid(random_id()) }, pool, cause, placed)
 }
 
 /// How many replicas volumes have, and where.
@@ -140,14 +128,14 @@ impl Replicas {
     pub async fn remove(
         &self,
         reference: Option<&VolumeRef>,
-        replicas: &[ReplicaId],
+        named: &[ReplicaId],
     ) -> Result<Arc<VolumeRecord>, Error> {
         let volume = self.state.volume(reference)?;
-        if replicas.is_empty() {
+        if named.is_empty() {
             return Err(Error::invalid("replicas", "name those that are to leave"));
         }
         let in_sync = in_sync_ids(&self.state, &volume);
-        let change = |volume: &mut VolumeRecord| remove(volume, replicas, &in_sync);
+        let change = |volume: &mut VolumeRecord| Ok(replicas::leave(volume, named, &in_sync)?);
         let (volume, said) = self.state.update_volume(volume.id.0, change).await?;
         if let Some(message) = said {
             self.state.events.record(Severity::Normal, about(&volume), "ReplicaLeaves", message);
@@ -209,7 +197,7 @@ pub(crate) fn scale(
     asked: &Scale,
     candidates: &[placement::Candidate],
 ) -> Result<Option<String>, Error> {
-    ready(volume)?;
+    check_ready(volume)?;
     let (name, rf, drf) = (volume.spec.name.clone(), volume.membership.rf, volume.membership.drf);
     let replicas = if asked.replicas == 0 { drf.into() } else { asked.replicas };
     check_replicas("replicas", replicas, REPLICAS_HARD_MAX)?;
@@ -269,7 +257,7 @@ pub(crate) fn scale(
     )?;
     volume.membership.drf = wanted;
     for pool in &pools {
-        let (id, placed) = (Text(ReplicaId(random_id())), !asked.pools.is_empty());
+        let (id, placed) = (ReplicaId(random_id()), !asked.pools.is_empty());
         volume.replicas.push(newcomer(id, pool.clone(), Cause::Asked, placed));
     }
     if *volume == before {
@@ -288,7 +276,7 @@ pub(crate) fn move_to(
     pool: &str,
     candidates: &[placement::Candidate],
 ) -> Result<Option<String>, Error> {
-    ready(volume)?;
+    check_ready(volume)?;
     let name = volume.spec.name.clone();
     let here: Vec<&ReplicaRecord> = volume.replicas.iter().filter(|r| r.id.0 == id).collect();
     let Some(first) = here.first() else {
@@ -314,7 +302,7 @@ pub(crate) fn move_to(
             )));
         }
         let newcomer = newcomer.guid;
-        discard(volume, newcomer);
+        replicas::discard(volume, newcomer);
         if goes_back {
             return Ok(Some(format!("replica {id} stays on pool {pool}")));
         }
@@ -353,77 +341,9 @@ pub(crate) fn relocate(
     let pool = chosen.into_iter().next().unwrap_or_default();
     if !volume.is_known(&first) {
         // A replica that counts nowhere yet is simply made elsewhere.
-        discard(volume, first.guid);
+        replicas::discard(volume, first.guid);
     }
     let placed = cause == Cause::Asked && !named.is_empty();
-    volume.replicas.push(newcomer(first.id, pool.clone(), cause, placed));
+    volume.replicas.push(newcomer(first.id.0, pool.clone(), cause, placed));
     Ok((first, pool))
-}
-
-fn discard(volume: &mut VolumeRecord, guid: Text<ReplicaGuid>) {
-    if let Some(at) = volume.replicas.iter().position(|replica| replica.guid == guid) {
-        volume.discard(at);
-    }
-}
-
-pub(crate) fn remove(
-    volume: &mut VolumeRecord,
-    ids: &[ReplicaId],
-    in_sync: &[ReplicaId],
-) -> Result<Option<String>, Error> {
-    ready(volume)?;
-    let name = volume.spec.name.clone();
-    let mut said = Vec::new();
-    for id in ids {
-        let here: Vec<ReplicaRecord> =
-            volume.replicas.iter().filter(|r| r.id.0 == *id).cloned().collect();
-        if here.is_empty() {
-            return Err(Error::missing("replica", format!("{id} of volume {name:?}")));
-        }
-        if here.iter().any(|r| r.leaving) {
-            continue;
-        }
-        // A newcomer counts nowhere: it is given up.
-        let (known, newcomers): (Vec<_>, Vec<_>) =
-            here.iter().cloned().partition(|r| volume.is_known(r));
-        for newcomer in newcomers {
-            discard(volume, newcomer.guid);
-        }
-        if known.is_empty() && volume.known_guid(*id).is_some() {
-            // Lost in its pool, and what was to come in its place is given up with it: the known
-            // entry leaves all the same, named by the GUID that is on the list.
-            let lost = here[0].clone();
-            let guid = volume.known_guid(*id).map_or(lost.guid, Text);
-            volume.replicas.push(ReplicaRecord { guid, phase: ReplicaPhase::Keep, ..lost });
-        }
-        for replica in volume.replicas.iter_mut().filter(|r| r.id.0 == *id) {
-            replica.leaving = true;
-        }
-        volume.membership.drf = volume.membership.drf.saturating_sub(1);
-        let (pool, what) = (&here[0].pool, if known.is_empty() { "given up" } else { "leaves" });
-        said.push(format!("replica {id} on pool {pool} {what}"));
-    }
-    if said.is_empty() {
-        return Ok(None);
-    }
-    let leaving = |id: ReplicaId| volume.replicas.iter().any(|r| r.id.0 == id && r.leaving);
-    let stay: Vec<ReplicaId> =
-        volume.membership.known.iter().map(|m| m.id.0).filter(|id| !leaving(*id)).collect();
-    if stay.is_empty() {
-        return Err(Error::Precondition(format!(
-            "volume {name:?} would have no replica left; to be rid of it, delete it"
-        )));
-    }
-    let some_known_leave = stay.len() < volume.membership.known.len();
-    let behind: Vec<String> =
-        stay.iter().filter(|id| !in_sync.contains(id)).map(ToString::to_string).collect();
-    if some_known_leave && !behind.is_empty() {
-        return Err(Error::Precondition(format!(
-            "replicas of volume {name:?} leave only while all that stay are in sync; not in sync: \
-             {}",
-            behind.join(", ")
-        )));
-    }
-    volume.membership.drf = volume.membership.drf.max(stay.len() as u8);
-    Ok(Some(format!("{}; {} stay", said.join(", "), stay.len())))
 }

@@ -3,12 +3,12 @@
 
 use quoin_api::control::{self as api, VolumeSpec};
 use quoin_api::volume::{BlockSize, FileSystem, Spread, VolumeOptions};
+use quoin_cluster::records::Spec;
 use quoin_encryption::Encryption;
 use quoin_types::membership::default_cf;
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 use crate::Error;
-use crate::state::records::Spec;
 use crate::text;
 use crate::volume::topology;
 
@@ -100,16 +100,13 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
     let options = VolumeOptions::complete(asked, defaults.spread);
     let options = options.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
     Ok(Spec {
-        name: asked.name.clone(),
-        replicas,
-        consistency_factor: factor,
         options,
         allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
         parameters: asked.parameters.clone().into_iter().collect(),
         accessible_topology,
         mutable_parameters: asked.mutable_parameters.clone().into_iter().collect(),
-        created_options: None,
         encryption: encryption(asked)?,
+        ..Spec::plain(&asked.name, replicas, factor)
     })
 }
 
@@ -160,25 +157,6 @@ pub(crate) fn check_file_system(spec: &Spec, size_bytes: u64) -> Result<(), Erro
         )));
     }
     Ok(())
-}
-
-impl From<&Spec> for VolumeSpec {
-    fn from(spec: &Spec) -> Self {
-        let mut message = VolumeSpec {
-            name: spec.name.clone(),
-            size_bytes: 0,
-            replicas: spec.replicas.into(),
-            consistency_factor: spec.consistency_factor.into(),
-            allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
-            parameters: spec.parameters.clone().into_iter().collect(),
-            mutable_parameters: spec.mutable_parameters.clone().into_iter().collect(),
-            accessible_topology: topology::write(&spec.accessible_topology),
-            encryption: spec.encryption.as_ref().map(api::Encryption::from),
-            ..VolumeSpec::default()
-        };
-        spec.options.write(&mut message);
-        message
-    }
 }
 
 #[cfg(test)]

@@ -17,10 +17,10 @@ use std::collections::BTreeMap;
 use quoin_api::control::{self as api, VolumeSpec};
 use quoin_api::topology::{CLUSTER_KEY, NODE_KEY};
 use quoin_api::volume::{Local, Spread};
+use quoin_cluster::records::{PoolRecord, Spec, VolumeRecord};
 
 use crate::Error;
 use crate::state::State;
-use crate::state::records::{PoolRecord, Spec, VolumeRecord};
 use crate::volume::placement::{self, Candidate, Domains};
 use crate::volume::volumes;
 
@@ -85,12 +85,6 @@ pub(crate) fn read(field: &'static str, asked: &[api::Topology]) -> Result<Vec<S
         own.map(|(key, value)| (key.clone(), value.clone())).collect()
     };
     Ok(asked.iter().map(segments).collect())
-}
-
-/// Topologies for a message.
-pub(crate) fn write(topologies: &[Segments]) -> Vec<api::Topology> {
-    let message = |one: &Segments| api::Topology { segments: one.clone().into_iter().collect() };
-    topologies.iter().map(message).collect()
 }
 
 /// Topologies that a request allows and prefers.

@@ -10,13 +10,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control::{self as api, VolumeRef};
+use quoin_cluster::records::{
+    FindingRecord, Record, ReplicaResult, Text, VerifyCounts, VerifyRecord, VerifyState,
+    VolumeRecord,
+};
 use quoin_types::{ReplicaId, VolumeId};
-use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::state::changes::Concerned;
 use crate::state::events::Severity;
-use crate::state::records::{Record, Text, VolumeRecord};
 use crate::state::{State, about};
 use crate::text;
 use crate::text::plain;
@@ -37,222 +38,144 @@ pub enum Verifying {
     Stop,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub enum VerifyState {
-    /// Wanted.
-    #[default]
-    Open,
-    Ended,
-    Failed,
-    Stopped,
-}
-
-/// The last verification of a volume, wanted or done.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct VerifyRecord {
-    pub volume: Text<VolumeId>,
-    pub request: u64,
-    pub repair: bool,
-    pub from: Option<Text<ReplicaId>>,
-    pub state: VerifyState,
-    pub began_ms: u64,
-    pub ended_ms: u64,
-    pub message: String,
-    #[serde(flatten)]
-    pub found: VerifyCounts,
-    pub replicas: Vec<ReplicaResult>,
-    pub findings: Vec<FindingRecord>,
-}
-
-/// How far a verification is, and blocks that it found.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct VerifyCounts {
-    pub checked_bytes: u64,
-    pub total_bytes: u64,
-    pub read_bytes: u64,
-    pub bad: u64,
-    pub lost: u64,
-    pub differing: u64,
-    pub repaired: u64,
-    pub unsettled: u64,
-}
-
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct ReplicaResult {
-    pub replica_id: String,
-    pub guid: String,
-    pub pool: String,
-    pub checked_bytes: u64,
-    pub bad: u64,
-    pub repaired: u64,
-    pub left_out: String,
-}
-
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct FindingRecord {
-    pub offset: u64,
-    pub length: u64,
-    pub what: String,
-    pub replica_id: String,
-    pub pool: String,
-    pub repaired: bool,
-    pub message: String,
-}
-
-impl Record for VerifyRecord {
-    type Index = ();
-    const PREFIX: &'static str = "verify/";
-    fn name(&self) -> String {
-        self.volume.0.to_string()
-    }
-    fn concerned(&self) -> Concerned {
-        Concerned::all_nodes()
-    }
-    fn volume(&self) -> Option<VolumeId> {
-        Some(self.volume.0)
+fn wanted(volume: VolumeId, request: u64, repair: bool, from: Option<ReplicaId>) -> VerifyRecord {
+    VerifyRecord {
+        volume: Text(volume),
+        request,
+        repair,
+        from: from.map(Text),
+        began_ms: now_ms(),
+        ..VerifyRecord::default()
     }
 }
 
-impl VerifyRecord {
-    fn wanted(volume: VolumeId, request: u64, repair: bool, from: Option<ReplicaId>) -> Self {
-        Self {
-            volume: Text(volume),
-            request,
-            repair,
-            from: from.map(Text),
-            began_ms: now_ms(),
-            ..Self::default()
-        }
-    }
+/// Takes over how far it is and what was found.
+fn take(record: &mut VerifyRecord, report: &api::Verification) {
+    let short = |text: &str| plain(text).chars().take(TEXT_BYTES_MAX).collect::<String>();
+    record.found = VerifyCounts {
+        checked_bytes: report.checked_bytes,
+        total_bytes: report.total_bytes,
+        read_bytes: report.read_bytes,
+        bad: report.bad,
+        lost: report.lost,
+        differing: report.differing,
+        repaired: report.repaired,
+        unsettled: report.unsettled,
+    };
+    record.message = short(&report.message);
+    let replica = |replica: &api::VerifiedReplica| ReplicaResult {
+        replica_id: short(&replica.replica_id),
+        guid: short(&replica.guid),
+        pool: short(&replica.pool),
+        checked_bytes: replica.checked_bytes,
+        bad: replica.bad,
+        repaired: replica.repaired,
+        left_out: short(&replica.left_out),
+    };
+    record.replicas = report.replicas.iter().take(LISTED_MAX).map(replica).collect();
+    let finding = |finding: &api::VerifyFinding| FindingRecord {
+        offset: finding.offset,
+        length: finding.length,
+        what: short(&finding.what),
+        replica_id: short(&finding.replica_id),
+        pool: short(&finding.pool),
+        repaired: finding.repaired,
+        message: short(&finding.message),
+    };
+    record.findings = report.findings.iter().take(LISTED_MAX).map(finding).collect();
+}
 
-    /// Takes over how far it is and what was found.
-    fn take(&mut self, report: &api::Verification) {
-        let short = |text: &str| plain(text).chars().take(TEXT_BYTES_MAX).collect::<String>();
-        self.found = VerifyCounts {
-            checked_bytes: report.checked_bytes,
-            total_bytes: report.total_bytes,
-            read_bytes: report.read_bytes,
-            bad: report.bad,
-            lost: report.lost,
-            differing: report.differing,
-            repaired: report.repaired,
-            unsettled: report.unsettled,
-        };
-        self.message = short(&report.message);
-        let replica = |replica: &api::VerifiedReplica| ReplicaResult {
-            replica_id: short(&replica.replica_id),
-            guid: short(&replica.guid),
-            pool: short(&replica.pool),
-            checked_bytes: replica.checked_bytes,
-            bad: replica.bad,
-            repaired: replica.repaired,
-            left_out: short(&replica.left_out),
-        };
-        self.replicas = report.replicas.iter().take(LISTED_MAX).map(replica).collect();
-        let finding = |finding: &api::VerifyFinding| FindingRecord {
-            offset: finding.offset,
-            length: finding.length,
-            what: short(&finding.what),
-            replica_id: short(&finding.replica_id),
-            pool: short(&finding.pool),
-            repaired: finding.repaired,
-            message: short(&finding.message),
-        };
-        self.findings = report.findings.iter().take(LISTED_MAX).map(finding).collect();
-    }
-
-    fn message(&self) -> api::Verification {
-        api::Verification {
-            request: self.request,
-            repair: self.repair,
-            from_replica_id: self.from.map(|from| from.0.to_string()).unwrap_or_default(),
-            state: match self.state {
-                VerifyState::Open => "waiting",
-                VerifyState::Ended => "ended",
-                VerifyState::Failed => "failed",
-                VerifyState::Stopped => "stopped",
-            }
-            .to_owned(),
-            message: self.message.clone(),
-            began_at: Some(timestamp(self.began_ms)),
-            ended_at: (self.ended_ms > 0).then(|| timestamp(self.ended_ms)),
-            checked_bytes: self.found.checked_bytes,
-            total_bytes: self.found.total_bytes,
-            read_bytes: self.found.read_bytes,
-            bad: self.found.bad,
-            lost: self.found.lost,
-            differing: self.found.differing,
-            repaired: self.found.repaired,
-            unsettled: self.found.unsettled,
-            replicas: self
-                .replicas
-                .iter()
-                .map(|r| api::VerifiedReplica {
-                    replica_id: r.replica_id.clone(),
-                    guid: r.guid.clone(),
-                    pool: r.pool.clone(),
-                    checked_bytes: r.checked_bytes,
-                    bad: r.bad,
-                    repaired: r.repaired,
-                    left_out: r.left_out.clone(),
-                })
-                .collect(),
-            findings: self
-                .findings
-                .iter()
-                .map(|f| api::VerifyFinding {
-                    offset: f.offset,
-                    length: f.length,
-                    what: f.what.clone(),
-                    replica_id: f.replica_id.clone(),
-                    pool: f.pool.clone(),
-                    repaired: f.repaired,
-                    message: f.message.clone(),
-                })
-                .collect(),
+fn message(record: &VerifyRecord) -> api::Verification {
+    api::Verification {
+        request: record.request,
+        repair: record.repair,
+        from_replica_id: record.from.map(|from| from.0.to_string()).unwrap_or_default(),
+        state: match record.state {
+            VerifyState::Open => "waiting",
+            VerifyState::Ended => "ended",
+            VerifyState::Failed => "failed",
+            VerifyState::Stopped => "stopped",
         }
-    }
-
-    /// How it ended, as an event.
-    fn news(&self) -> (Severity, String) {
-        if self.state == VerifyState::Failed {
-            return (Severity::Warning, format!("could not be verified: {}", self.message));
-        }
-        let mut found = Vec::new();
-        if self.found.bad > 0 {
-            let bad = self.replicas.iter().filter(|replica| replica.bad > 0);
-            let pools: Vec<_> = bad.map(|r| format!("pool {}: {}", r.pool, r.bad)).collect();
-            found.push(format!("bad copies of blocks: {} ({})", self.found.bad, pools.join(", ")));
-        }
-        if self.found.lost > 0 {
-            found.push(format!("blocks without any good copy: {}", self.found.lost));
-        }
-        if self.found.differing > 0 {
-            found.push(format!("blocks whose good copies differ: {}", self.found.differing));
-        }
-        let looked = format!(
-            "{} of {} replicas compared",
-            text::bytes(self.found.checked_bytes),
-            self.replicas.iter().filter(|replica| replica.checked_bytes > 0).count()
-        );
-        let left: Vec<_> = self
+        .to_owned(),
+        message: record.message.clone(),
+        began_at: Some(timestamp(record.began_ms)),
+        ended_at: (record.ended_ms > 0).then(|| timestamp(record.ended_ms)),
+        checked_bytes: record.found.checked_bytes,
+        total_bytes: record.found.total_bytes,
+        read_bytes: record.found.read_bytes,
+        bad: record.found.bad,
+        lost: record.found.lost,
+        differing: record.found.differing,
+        repaired: record.found.repaired,
+        unsettled: record.found.unsettled,
+        replicas: record
             .replicas
             .iter()
-            .filter(|replica| !replica.left_out.is_empty())
-            .map(|r| format!("; not throughout that on pool {} ({})", r.pool, r.left_out))
-            .collect();
-        let left = left.concat();
-        if found.is_empty() {
-            return (Severity::Normal, format!("{looked}{left}: all are the same and good"));
-        }
-        let wrong = self.found.bad + self.found.differing;
-        let severity = match self.found.lost == 0 && self.found.repaired >= wrong {
-            true => Severity::Warning,
-            false => Severity::Error,
-        };
-        let repaired = format!("{} of {wrong} repaired", self.found.repaired);
-        (severity, format!("{looked}{left}: {}; {repaired}", found.join(", ")))
+            .map(|r| api::VerifiedReplica {
+                replica_id: r.replica_id.clone(),
+                guid: r.guid.clone(),
+                pool: r.pool.clone(),
+                checked_bytes: r.checked_bytes,
+                bad: r.bad,
+                repaired: r.repaired,
+                left_out: r.left_out.clone(),
+            })
+            .collect(),
+        findings: record
+            .findings
+            .iter()
+            .map(|f| api::VerifyFinding {
+                offset: f.offset,
+                length: f.length,
+                what: f.what.clone(),
+                replica_id: f.replica_id.clone(),
+                pool: f.pool.clone(),
+                repaired: f.repaired,
+                message: f.message.clone(),
+            })
+            .collect(),
     }
+}
+
+/// How it ended, as an event.
+fn news(record: &VerifyRecord) -> (Severity, String) {
+    if record.state == VerifyState::Failed {
+        return (Severity::Warning, format!("could not be verified: {}", record.message));
+    }
+    let mut found = Vec::new();
+    if record.found.bad > 0 {
+        let bad = record.replicas.iter().filter(|replica| replica.bad > 0);
+        let pools: Vec<_> = bad.map(|r| format!("pool {}: {}", r.pool, r.bad)).collect();
+        found.push(format!("bad copies of blocks: {} ({})", record.found.bad, pools.join(", ")));
+    }
+    if record.found.lost > 0 {
+        found.push(format!("blocks without any good copy: {}", record.found.lost));
+    }
+    if record.found.differing > 0 {
+        found.push(format!("blocks whose good copies differ: {}", record.found.differing));
+    }
+    let looked = format!(
+        "{} of {} replicas compared",
+        text::bytes(record.found.checked_bytes),
+        record.replicas.iter().filter(|replica| replica.checked_bytes > 0).count()
+    );
+    let left: Vec<_> = record
+        .replicas
+        .iter()
+        .filter(|replica| !replica.left_out.is_empty())
+        .map(|r| format!("; not throughout that on pool {} ({})", r.pool, r.left_out))
+        .collect();
+    let left = left.concat();
+    if found.is_empty() {
+        return (Severity::Normal, format!("{looked}{left}: all are the same and good"));
+    }
+    let wrong = record.found.bad + record.found.differing;
+    let severity = match record.found.lost == 0 && record.found.repaired >= wrong {
+        true => Severity::Warning,
+        false => Severity::Error,
+    };
+    let repaired = format!("{} of {wrong} repaired", record.found.repaired);
+    (severity, format!("{looked}{left}: {}; {repaired}", found.join(", ")))
 }
 
 /// Gives up all verifications and repairs that are wanted, after the records were restored: each may
@@ -274,7 +197,7 @@ pub(crate) async fn give_up_all(state: &State) -> Result<(), Error> {
         if let Some((record, true)) = updated
             && let Some(volume) = state.volumes.get(&record.name())
         {
-            let (severity, message) = record.news();
+            let (severity, message) = news(&record);
             state.events.record(severity, about(&volume), "VerificationGivenUp", message);
         }
     }
@@ -333,7 +256,7 @@ impl Verifier {
         {
             return Err(Error::missing("replica", from.to_string()));
         }
-        let fresh = VerifyRecord::wanted(volume.id.0, 1, repair, from);
+        let fresh = wanted(volume.id.0, 1, repair, from);
         if self.state.verifications.get(&name).is_none()
             && self.state.verifications.create(fresh.clone()).await?.is_ok()
         {
@@ -381,18 +304,18 @@ impl Verifier {
         let mut record =
             VerifyRecord::clone(&*self.state.verifications.get(&volume.id.0.to_string())?);
         if record.state != VerifyState::Open {
-            return Some(record.message());
+            return Some(message(&record));
         }
         let told = self.running().get(&volume.id.0).cloned();
         if let Some(told) = told.filter(|told| told.request == record.request) {
-            record.take(&told);
-            return Some(api::Verification { state: "running".to_owned(), ..record.message() });
+            take(&mut record, &told);
+            return Some(api::Verification { state: "running".to_owned(), ..message(&record) });
         }
         record.message = match &volume.opened.owner {
             None => "for a node that opens the volume".to_owned(),
             Some(node) => format!("for the target of node {node}"),
         };
-        Some(record.message())
+        Some(message(&record))
     }
 
     /// Takes in what the target of the volume tells.
@@ -431,7 +354,7 @@ impl Verifier {
             if record.state != VerifyState::Open || record.request != open.request {
                 return Ok(false);
             }
-            record.take(&told);
+            take(record, &told);
             record.state = state;
             record.ended_ms = now_ms();
             Ok(true)
@@ -439,7 +362,7 @@ impl Verifier {
         let updated = self.state.verifications.update(&volume.id.0.to_string(), end).await?;
         self.running().remove(&volume.id.0);
         if let Some((record, true)) = updated {
-            let (severity, message) = record.news();
+            let (severity, message) = news(&record);
             let reason = if record.repair { "VolumeRepaired" } else { "VolumeVerified" };
             self.state.events.record(severity, about(volume), reason, message);
         }

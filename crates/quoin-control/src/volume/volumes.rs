@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use quoin_api::control::{VolumeRef, VolumeSource, VolumeSpec};
 use quoin_api::volume::OPTIONS;
-use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
-
-use crate::state::events::Severity;
-use crate::state::records::{
+use quoin_cluster::records::{
     Cause, MemberRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
     VolumePhase, VolumeRecord,
 };
+use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
+
+use crate::state::events::Severity;
 use crate::state::{State, about, random_id};
+use crate::time::now_ms;
 use crate::volume::clones::{self, Prepared};
 use crate::volume::placement::{self, Candidate};
 use crate::volume::spec;
@@ -197,7 +198,7 @@ impl Catalog {
         let mut volume = match source {
             None => new_volume(id, spec, size_bytes, placed.pools),
             Some(source) => {
-                let volume = VolumeRecord::new(id, spec, size_bytes);
+                let volume = VolumeRecord::new(id, spec, size_bytes, now_ms());
                 clones::new_clone(volume, source.record(), placed.pools, others)
             }
         };
@@ -578,7 +579,7 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         cause: Cause::Asked,
     };
     let replicas: Vec<_> = pools.into_iter().map(replica).collect();
-    let mut record = VolumeRecord::new(id, spec, size_bytes);
+    let mut record = VolumeRecord::new(id, spec, size_bytes, now_ms());
     record.membership.version = 1;
     record.membership.known =
         replicas.iter().map(|r| MemberRecord { id: r.id, guid: r.guid }).collect();

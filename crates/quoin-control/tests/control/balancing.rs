@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use quoin_api::control::{ReplicaProgress, VolumeSpec};
-use quoin_control::records::{Cause, ReplicaRecord, VolumeRecord};
+use quoin_cluster::records::{Cause, ReplicaRecord, VolumeRecord};
 use quoin_control::{Cordoning, Move, Scope};
 use tokio::time::Instant;
 

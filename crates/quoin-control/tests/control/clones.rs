@@ -7,9 +7,8 @@ use std::time::Duration;
 use quoin_api::control::{
     ApplyVolumeRequest, DeclaredReplica, SnapshotRef, VolumeRef, VolumeSource, VolumeSpec,
 };
+use quoin_cluster::records::{BaseUse, SnapshotPhase, VolumeRecord};
 use quoin_control::Error;
-use quoin_control::records::{BaseUse, VolumeRecord};
-use quoin_control::snapshot_records::SnapshotPhase;
 use tokio::time::Instant;
 use tonic::Code;
 

@@ -10,7 +10,7 @@ use quoin_api::control::{
     NodeReport, PoolReport, ReplicaProgress, ReplicaReport, VolumeRef, VolumeReport, VolumeSpec,
 };
 use quoin_api::volume::Spread;
-use quoin_control::records::VolumeRecord;
+use quoin_cluster::records::VolumeRecord;
 use quoin_control::store::{Change, Entry, Put, Store, StoreError, Swap};
 use quoin_control::{Controller, Error, MembershipSwap, Settings};
 use quoin_identity::{Authority, Identity, Lifetimes, Role};

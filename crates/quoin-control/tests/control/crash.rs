@@ -134,7 +134,7 @@ async fn a_write_without_an_answer_is_looked_at_by_the_tick_and_an_opening_of_th
         assert_eq!(told(&cluster), 1);
     }
     // The step was carried out all the same, and the rest follows by itself.
-    assert_eq!(cluster.volume("db").phase, quoin_control::records::VolumePhase::Deleting);
+    assert_eq!(cluster.volume("db").phase, quoin_cluster::records::VolumePhase::Deleting);
     cluster.settle().await.unwrap();
     assert_eq!(cluster.store.keys("volume/"), Vec::<String>::new());
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use quoin_api::control::VolumeSpec;
-use quoin_control::records::{ReplicaRecord, VolumeRecord};
+use quoin_cluster::records::{ReplicaRecord, VolumeRecord};
 use quoin_control::{Cordoning, Error, LEASES_OVER_AFTER, Move, Recovery, Scale, Scope};
 use quoin_types::membership::{Desired, default_cf};
 use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaId};

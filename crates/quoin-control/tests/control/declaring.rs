@@ -1,8 +1,8 @@
 //! Volumes made by a declaring document.
 
 use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Durability, VolumeSpec};
+use quoin_cluster::records::VolumeRecord;
 use quoin_control::Error;
-use quoin_control::records::VolumeRecord;
 use quoin_types::Member;
 
 use crate::cluster::{Cluster, GIB, spec};

@@ -10,9 +10,8 @@ use quoin_api::control::{
     CommandOutcome, CommandRefused, GroupSnapshotRef, PointCut, PointHeld, PointReleased,
     SnapshotGone, SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, command_refused,
 };
+use quoin_cluster::records::{GroupPhase, GroupRecord, SnapshotPhase};
 use quoin_control::Error;
-use quoin_control::group_records::{GroupPhase, GroupRecord};
-use quoin_control::snapshot_records::SnapshotPhase;
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, Memory, by_name, pools};

@@ -1,10 +1,10 @@
 //! Replicas that are gone for too long, and their replacement without a user's request.
 
-use quoin_control::Move;
 use std::time::Duration;
 
 use quoin_api::control::VolumeSpec;
-use quoin_control::records::{Cause, VolumeRecord};
+use quoin_cluster::records::{Cause, VolumeRecord};
+use quoin_control::Move;
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name, pools, spec};

@@ -1,8 +1,8 @@
 //! Replicas that are lost, replaced or return, and disks restored to an older state.
 
 use quoin_api::control::PoolReport;
+use quoin_cluster::records::{ReplicaPhase, VolumeRecord};
 use quoin_control::MembershipSwap;
-use quoin_control::records::{ReplicaPhase, VolumeRecord};
 use quoin_types::{Epoch, Incarnation, ReplicaGuid, ReplicaId};
 
 use crate::cluster::Cluster;

@@ -10,8 +10,8 @@ use quoin_api::control::{
     CommandOutcome, CommandRefused, MeasureSnapshotRequest, NodeReport, PullPart,
     PullSnapshotRequest, PulledPart, SnapshotPart, SnapshotRange, command_refused,
 };
+use quoin_cluster::records::{RevertPhase, RevertRecord};
 use quoin_control::Error;
-use quoin_control::revert_records::{RevertPhase, RevertRecord};
 use quoin_types::SnapshotId;
 use tokio::time::Instant;
 

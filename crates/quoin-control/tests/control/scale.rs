@@ -2,7 +2,7 @@
 //! target.
 
 use quoin_api::control::TargetAssignment;
-use quoin_control::records::{ReplicaPhase, VolumeRecord};
+use quoin_cluster::records::{ReplicaPhase, VolumeRecord};
 use quoin_control::{Error, MembershipSwap, Move, Scale, Which};
 use quoin_types::{Epoch, Member, ReplicaId};
 

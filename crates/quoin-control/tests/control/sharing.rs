@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use quoin_api::control::replica_report::Hearing;
 use quoin_api::control::{NodeReport, PoolReport, ServedAt, Sharer, TargetReport};
-use quoin_control::sharing::Sharing;
+use quoin_cluster::records::Sharing;
 use quoin_control::{Error, Publish};
 use tonic::Code;
 

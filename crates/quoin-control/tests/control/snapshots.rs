@@ -11,9 +11,10 @@ use quoin_api::control::{
     PoolHoldings, SnapshotMade, SnapshotRef, SnapshotRemoved, TargetCommand, VolumeRef,
     VolumeReverted, command_refused,
 };
-use quoin_control::records::{VolumePhase, VolumeRecord};
+use quoin_cluster::records::{
+    ScheduleRecord, SnapshotPhase, SnapshotRecord, VolumePhase, VolumeRecord,
+};
 use quoin_control::salvage::{RecoverRecords, Told as Holdings};
-use quoin_control::snapshot_records::{ScheduleRecord, SnapshotPhase, SnapshotRecord};
 use quoin_control::store::Store;
 use quoin_control::{Error, Verifying};
 use tokio::time::Instant;

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use quoin_control::records::VolumeRecord;
+use quoin_cluster::records::VolumeRecord;
 use quoin_control::{Move, Recovery, Scale};
 use quoin_types::{Epoch, ReplicaId};
 use tokio::time::Instant;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use quoin_replication::primary::{LiveOptions, PrimaryEvent};
-use quoin_types::{Desired, Member, Membership, Newcomer, Term};
+use quoin_types::{Membership, Term};
 
 use super::checkers::Observation;
 use super::fences::Fences;
@@ -51,8 +51,7 @@ impl Control {
 
     /// Event that tells a target the desired membership.
     pub fn desired(&self) -> PrimaryEvent {
-        let version = self.record.membership.version;
-        PrimaryEvent::Desired(Desired { version, ..self.record.desired.clone() })
+        PrimaryEvent::Desired(self.record.desired.clone())
     }
 
     /// Changes the options in all copies of the record.
@@ -148,14 +147,15 @@ impl World {
             self.control.old_record = Some(record);
         }
         let answer = match result {
-            Ok(answer) => answer,
+            Ok(Some(answer)) => answer,
+            Ok(None) => return,
             Err(rule) => return self.violate("Membership", rule),
         };
         if let Answer::Granted { incarnation, epoch, .. } = &answer {
             self.note_grant(false, *incarnation, *epoch);
         }
         if self.setup.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
-            self.control.record.epoch = before;
+            self.control.record.edit(|volume| volume.opened.epoch = before.0);
         }
         self.trace.line(self.schedule.now(), || format!("control plane answers {answer:?}"));
         let blocked = self.network.is_blocked(self.control.host, self.targets[target].host);
@@ -268,19 +268,20 @@ impl World {
             return;
         }
         // A newcomer was taken back: the same list under a newer version, which no target swapped.
-        let version = newest.membership.version;
-        if (Membership { version, ..ruling.clone() }) == newest.membership {
+        let Membership { version, drf, .. } = newest.membership;
+        if (Membership { version, drf, ..ruling.clone() }) == newest.membership {
             return;
         }
-        let swapped = std::mem::replace(&mut newest.membership, ruling);
-        let ruling = &newest.membership;
-        for member in swapped.known.iter().filter(|m| !ruling.contains(**m)) {
-            let beside = ruling.known.iter().any(|m| m.id == member.id);
-            newest.desired.newcomers.push(Newcomer { member: *member, beside });
-        }
-        let stays = |m: &Member| swapped.known.iter().any(|k| k.id == m.id);
-        let leaving: Vec<Member> = ruling.known.iter().filter(|m| !stays(m)).copied().collect();
-        newest.desired.leaving.extend(leaving);
+        let swapped = newest.membership.clone();
+        newest.set_membership(&ruling);
+        let stays = |id| swapped.known.iter().any(|member| member.id == id);
+        newest.edit(|volume| {
+            let known = volume.membership.known.clone();
+            let is_known = |id| known.iter().any(|member| member.id == id);
+            let replicas = volume.replicas.iter_mut();
+            let leaving = replicas.filter(|replica| is_known(replica.id) && !stays(replica.id.0));
+            leaving.for_each(|replica| replica.leaving = true);
+        });
         let why = || format!("what was swapped is desired again: {:?}", newest.desired);
         self.trace.line(self.schedule.now(), why);
         self.keep_sending_desired();

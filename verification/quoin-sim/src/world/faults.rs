@@ -445,8 +445,7 @@ impl World {
         let old = self.control.record.owner;
         let new = 1 - old;
         self.recover_elsewhere();
-        self.control.record.owner = new;
-        self.fence_former_owner();
+        self.give_volume_to(new);
         self.trace.line(self.schedule.now(), || format!("target {new} is to own the volume"));
         let delay = self.random.between(1, 500) * MILLISECOND;
         self.schedule.after(delay, Event::StartTarget { target: new });
@@ -509,7 +508,7 @@ impl World {
         self.control.rolled_back = true;
         self.control.backup = Some(self.control.record.clone());
         let owner = self.control.record.owner;
-        self.control.record = crate::control::Record { owner, ..old };
+        self.control.record = old.owned_by(owner);
         self.lasting(8000, Mend::ControlRecord);
         true
     }
@@ -601,28 +600,33 @@ impl World {
     /// The newest copy of the record is back. What the old one granted meanwhile stays granted.
     fn restore_record(&mut self) {
         let Some(newest) = self.control.backup.take() else { return };
+        let newest = newest.owned_by(self.control.record.owner);
         let meanwhile = std::mem::replace(&mut self.control.record, newest);
-        self.control.record.owner = meanwhile.owner;
-        self.control.record.epoch = self.control.record.epoch.max(meanwhile.epoch);
+        let epoch = meanwhile.epoch.0;
+        self.control.record.edit(|volume| volume.opened.epoch = volume.opened.epoch.max(epoch));
         if meanwhile.membership.version > self.control.record.membership.version {
-            self.control.record.membership = meanwhile.membership;
+            self.control.record.set_membership(&meanwhile.membership);
         }
         let known = self.control.record.membership.known.clone();
-        let desired = &mut self.control.record.desired;
-        for newcomer in meanwhile.desired.newcomers {
+        for newcomer in &meanwhile.desired.newcomers {
             // Replicas that pools have made meanwhile for those that they lost.
-            let needed = known.iter().any(|m| m.id == newcomer.member.id)
-                || desired.newcomers.iter().any(|n| n.member.id == newcomer.member.id);
-            let held = self.pools.iter().any(|p| p.member == newcomer.member);
-            if needed && held && desired.newcomer(newcomer.member).is_none() {
-                desired.newcomers.push(newcomer);
+            let member = newcomer.member;
+            let desired = &self.control.record.desired;
+            let needed = known.iter().any(|m| m.id == member.id)
+                || desired.newcomers.iter().any(|n| n.member.id == member.id);
+            let pool = self.pools.iter().position(|p| p.member == member);
+            if needed && pool.is_some() && desired.newcomer(member).is_none() {
+                self.control.record.name(member, pool);
             }
         }
         let held = |m| self.pools.iter().any(|p| p.member == m);
-        let retired = &self.control.record.membership.retired;
-        desired.newcomers.retain(|n| {
-            // An old copy names some that have been and gone.
-            !known.contains(&n.member) && held(n.member) && !retired.contains(&n.member.guid)
+        self.control.record.edit(|volume| {
+            let retired = volume.membership.retired.clone();
+            volume.replicas.retain(|replica| {
+                // An old copy names some that have been and gone.
+                known.contains(&replica.member())
+                    || (held(replica.member()) && !retired.contains(&replica.guid))
+            });
         });
         self.send_desired();
     }

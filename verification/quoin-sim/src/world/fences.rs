@@ -3,7 +3,7 @@
 //! that lost the volume lives on, and comes back with the grant that it has.
 
 use quoin_replication::replica::ReplicaEvent;
-use quoin_types::{Epoch, Incarnation};
+use quoin_types::Epoch;
 
 use super::checkers::Observation;
 use super::{Event, World};
@@ -14,8 +14,6 @@ use crate::swarm::Swarm;
 pub(crate) struct Fences {
     random: Random,
     on: bool,
-    /// The control plane is at times of a version that takes nothing back.
-    may_be_old: bool,
     /// The fence that pools receive now.
     current: Option<Fence>,
 }
@@ -30,26 +28,18 @@ impl Fences {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let random = Random::new(seed ^ 0x6665_6e63_6573);
         let on = matches!(swarm, Swarm::Detaches | Swarm::Controllers);
-        let may_be_old = swarm == Swarm::Detaches;
-        Self { random, on, may_be_old, current: None }
+        Self { random, on, current: None }
     }
 }
 
 impl World {
     /// The volume is another host's from now on. An epoch is used up that no target is granted.
-    pub(crate) fn fence_former_owner(&mut self) {
-        if !self.control.fences.on || self.control.record.epoch == Epoch::ZERO {
+    pub(crate) fn give_volume_to(&mut self, host: usize) {
+        let at_once = self.control.fences.on && self.control.fences.random.percent(50);
+        if !self.control.record.give_to(host, at_once) || !self.control.fences.on {
             return;
         }
-        if self.control.fences.may_be_old && self.control.fences.random.percent(20) {
-            return;
-        }
-        let Some(next) = self.control.record.term.next_epoch(self.control.record.epoch) else {
-            return;
-        };
-        self.control.record.epoch = next;
-        self.control.record.incarnation = Incarnation(0);
-        let (epoch, at_once) = (self.control.record.epoch, self.control.fences.random.percent(50));
+        let (epoch, at_once) = self.control.record.fence();
         self.control.fences.current = Some(Fence { epoch, at_once });
         self.trace.line(self.schedule.now(), || format!("all up to epoch {epoch} is taken back"));
         for pool in 0..self.pools.len() {

@@ -15,7 +15,7 @@ use quoin_types::{Member, Newcomer, ReplicaGuid, ReplicaId};
 use super::checkers::Observation;
 use super::unexpected_peers::UnexpectedPeers;
 use super::{Event, PoolHost, World};
-use crate::control::Record;
+use crate::control::View;
 use crate::faults::Profile;
 use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
@@ -140,8 +140,8 @@ impl World {
                 return;
             }
             let id = ReplicaId(self.operators.members.random.wide() | 1);
-            if self.make_newcomer(id, false) {
-                self.control.record.desired.drf = drf;
+            if self.make_newcomer(id) {
+                self.control.record.desire(drf);
                 self.stats.operators.scale_ups += 1;
             }
         }
@@ -169,13 +169,11 @@ impl World {
     }
 
     pub(super) fn forget_newcomer(&mut self, member: Member) {
-        let Record { membership, desired, .. } = &mut self.control.record;
-        desired.newcomers.retain(|n| n.member != member);
-        let invited = self.operators.members.unexpected.forget(member);
-        if !invited && !membership.known.iter().any(|known| known.id == member.id) {
-            desired.drf -= 1;
+        let drf = self.control.record.desired.drf;
+        self.control.record.take_back(member);
+        if self.operators.members.unexpected.forget(member) {
+            self.control.record.desire(drf);
         }
-        membership.version += 1;
         self.trace.line(self.schedule.now(), || format!("operators take {member:?} back"));
     }
 
@@ -185,7 +183,7 @@ impl World {
         let desired = &self.control.record.desired;
         let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
             || desired.leaving.contains(&member);
-        if !busy && self.make_newcomer(member.id, true) {
+        if !busy && self.make_newcomer(member.id) {
             self.stats.operators.moves += 1;
         }
     }
@@ -204,8 +202,7 @@ impl World {
             if busy || !stays || !self.setup.is_promised(drf, desired.cf_of(drf)) {
                 return;
             }
-            self.control.record.desired.leaving.push(member);
-            self.control.record.desired.drf = drf;
+            self.control.record.leave(member);
             self.stats.operators.removals += 1;
         }
     }
@@ -215,7 +212,7 @@ impl World {
         let cf = self.operators.members.random.between(0, u64::from(rf)) as u8;
         if self.setup.is_promised(rf, if cf == 0 { self.control.record.membership.cf } else { cf })
         {
-            self.control.record.desired.cf = cf;
+            self.control.record.set_factor(cf);
             self.stats.operators.cf_changes += 1;
         }
     }
@@ -223,7 +220,7 @@ impl World {
     /// Returns true if one replica may be lost at this moment, also while those that leave are off
     /// the list and those that fill it are not yet on it.
     pub(crate) fn is_one_dispensable(&self) -> bool {
-        let Record { membership, desired, .. } = &self.control.record;
+        let View { membership, desired, .. } = &*self.control.record;
         match desired.leaving.len() as u8 {
             0 => self.setup.is_promised(membership.rf, membership.cf),
             leaving => {
@@ -234,7 +231,7 @@ impl World {
     }
 
     /// A spare pool makes a replica, quorum off, and the records name it.
-    fn make_newcomer(&mut self, id: ReplicaId, beside: bool) -> bool {
+    fn make_newcomer(&mut self, id: ReplicaId) -> bool {
         let spare: Vec<usize> = (0..self.pools.len())
             .filter(|p| self.pools[*p].is_spare() && self.pools[*p].process.is_some())
             .collect();
@@ -247,7 +244,7 @@ impl World {
         if !self.make_replica(pool, member) {
             return false;
         }
-        self.control.record.desired.newcomers.push(Newcomer { member, beside });
+        self.control.record.name(member, Some(pool));
         true
     }
 
@@ -293,7 +290,7 @@ impl World {
     pub(super) fn clear_retired(&mut self) {
         for pool in 0..self.pools.len() {
             let here = &self.pools[pool];
-            let Record { membership, desired, .. } = &self.control.record;
+            let View { membership, desired, .. } = &*self.control.record;
             let wanted = membership.contains(here.member)
                 || desired.newcomer(here.member).is_some()
                 || self.operators.members.unexpected.is_to_come(here.member);
@@ -326,20 +323,13 @@ impl World {
 
     /// A pool that has lost its replica makes another one under the same id, if that id still
     /// needs one there.
-    pub(crate) fn replacement_for(&mut self, pool: usize) -> Option<Newcomer> {
+    pub(crate) fn replacement_for(&mut self, pool: usize) -> Option<Member> {
         let lost = self.pools[pool].member;
-        let desired = &mut self.control.record.desired;
-        let was = desired.newcomer(lost).copied();
-        desired.newcomers.retain(|n| n.member != lost);
-        let elsewhere = desired.newcomers.iter().any(|n| n.member.id == lost.id);
-        // The product refuses to replace one that is leaving.
-        let leaving = desired.leaving.contains(&lost);
         let newest = self.control.backup.as_ref().unwrap_or(&self.control.record);
-        let taken_back = was.is_none() && !newest.membership.contains(lost);
-        if elsewhere || leaving || taken_back || newest.membership.retired.contains(&lost.guid) {
+        if newest.membership.retired.contains(&lost.guid) {
             return None;
         }
-        let member = Member { id: lost.id, guid: ReplicaGuid(self.random.wide() | 1) };
-        Some(Newcomer { member, beside: was.is_some_and(|n| n.beside) })
+        let guid = ReplicaGuid(self.random.wide() | 1);
+        self.control.record.lost(pool, lost, guid)
     }
 }

@@ -748,13 +748,11 @@ impl World {
             self.pools[pool].cache_lost = false;
             return;
         };
-        if !self.make_replica(pool, newcomer.member) {
-            self.pools[pool].member = newcomer.member;
-            self.control.record.desired.newcomers.push(newcomer);
+        if !self.make_replica(pool, newcomer) {
+            self.pools[pool].member = newcomer;
             self.schedule.after(500 * MILLISECOND, Event::Recreate { pool });
             return;
         }
-        self.control.record.desired.newcomers.push(newcomer);
         self.stats.replicas.replacements += 1;
         self.send_desired();
     }

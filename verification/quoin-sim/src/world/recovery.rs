@@ -7,12 +7,14 @@
 //! change itself). What is left then holds all that any of it held, and what was acknowledged and
 //! is lost with the others may never come back: some time later they turn up, with what they held.
 
+use quoin_cluster::Refusal;
+use quoin_cluster::ownership::recovery::{Recovery as Asked, Seen, Word};
 use quoin_replication::replica::granted_lease;
-use quoin_types::{Epoch, Incarnation, Member, Position};
+use quoin_types::{Epoch, Member, Position, ReplicaGuid};
 
 use super::checkers::Observation;
 use super::{Event, Mend, World};
-use crate::control::Record;
+use crate::control::{Record, View};
 use crate::lineage::Path;
 use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
@@ -23,6 +25,8 @@ use crate::swarm::Swarm;
 const CHECK_EVERY: u64 = 300 * MILLISECOND;
 /// Answers of the control plane come later than this never: what was destroyed may turn up.
 const FORGOTTEN: u64 = 10 * SECOND;
+/// Within that a target has seen that the volume is not its any more.
+const CLOSES_WITHIN: u64 = 3 * SECOND;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Stage {
@@ -124,6 +128,7 @@ impl World {
 
     pub(crate) fn recovery(&mut self) {
         self.end_former_targets();
+        self.give_volume_back();
         match self.operators.recovery.stage {
             Stage::Whole if !self.faults.over => self.choose_victims(),
             Stage::Chosen(version) => self.destroy_some(version),
@@ -200,7 +205,7 @@ impl World {
     }
 
     fn destroy_some(&mut self, version: u64) {
-        let Record { membership, desired, .. } = &self.control.record;
+        let View { membership, desired, .. } = &*self.control.record;
         let stays = |m: &&Member| !self.is_destroyed(m) && !desired.leaving.contains(m);
         let none_stays = !membership.known.iter().any(|m| stays(&m));
         if membership.version != version || none_stays || self.faults.over {
@@ -254,6 +259,15 @@ impl World {
         }
     }
 
+    /// The volume was taken from its target, which has seen that by now.
+    fn give_volume_back(&mut self) {
+        let is_due = self.now() >= self.operators.recovery.at + CLOSES_WITHIN / self.setup.haste;
+        if is_due && self.control.record.volume().opened.owner.is_none() {
+            self.control.record.give_back();
+            self.schedule.after(0, Event::StartTarget { target: self.control.record.owner });
+        }
+    }
+
     fn check_loss(&mut self) {
         let known = &self.control.record.membership.known;
         let lost: Vec<Member> = known.iter().filter(|m| self.is_destroyed(m)).copied().collect();
@@ -278,14 +292,18 @@ impl World {
         for member in not_coming {
             self.forget_newcomer(*member);
         }
-        let known = &self.control.record.membership.known;
-        let desired = &mut self.control.record.desired;
+        let View { membership, desired, .. } = &*self.control.record;
         let followed = |m: &&Member| desired.newcomers.iter().any(|n| n.member.id == m.id);
         let leaving: Vec<Member> = lost.iter().filter(|m| !followed(m)).copied().collect();
-        let is_listed = |m: &Member| known.iter().any(|k| k.id == m.id);
+        let is_listed = |m: &Member| membership.known.iter().any(|k| k.id == m.id);
         let added = desired.newcomers.iter().filter(|n| !is_listed(&n.member)).count();
-        desired.drf = (known.len() - leaving.len() + added) as u8;
-        desired.leaving = leaving;
+        let drf = (membership.known.len() - leaving.len() + added) as u8;
+        self.control.record.edit(|volume| {
+            volume.membership.drf = drf;
+            for replica in &mut volume.replicas {
+                replica.leaving = leaving.contains(&replica.member());
+            }
+        });
         self.send_desired();
     }
 
@@ -297,36 +315,53 @@ impl World {
         here.map(|status| status.silent).unwrap_or_default()
     }
 
-    /// Checks the controller's conditions for a forced change.
-    fn may_force(&self) -> bool {
-        let membership = &self.control.record.membership;
-        let is_there = |member: &Member| {
-            let holds = |p: &&super::PoolHost| p.member == *member && !p.gone;
-            self.pools.iter().find(holds).is_some_and(|p| p.process.is_some())
-        };
+    /// What a person asks for, who knows which replicas are destroyed.
+    fn asked_to_recover(&self) -> Asked {
+        let known = &self.control.record.membership.known;
         let (lost, kept): (Vec<&Member>, Vec<&Member>) =
-            membership.known.iter().partition(|m| self.is_destroyed(m));
-        let silent = self.silent();
-        let exists = |m: &Member| self.pools.iter().any(|p| p.member == *m && !p.gone);
-        let may_come = |m: &&Member| exists(m) && !self.is_destroyed(m);
-        let needed = kept.len() < membership.open_quorum() || !silent.is_empty();
-        let unknown = silent.iter().filter(|m| !membership.contains(**m));
-        !kept.is_empty()
-            && kept.iter().all(|m| is_there(m))
-            && unknown.filter(may_come).count() == 0
-            && needed
-            && !(lost.is_empty() && silent.is_empty())
+            known.iter().partition(|m| self.is_destroyed(m));
+        let ids = |members: Vec<&Member>| members.into_iter().map(|m| m.id).collect();
+        Asked {
+            keep: ids(kept),
+            destroyed: ids(lost),
+            accept_loss_of: self.control.record.volume().spec.name.clone(),
+        }
+    }
+
+    /// A pool's word on a replica, where it runs.
+    fn word(&self, guid: ReplicaGuid) -> Option<Word> {
+        let there = self.pools.iter().find(|p| p.member.guid == guid && p.process.is_some())?;
+        Some(match (there.gone, there.rolled_back == Some(guid)) {
+            (true, _) => Word::Gone,
+            (false, true) => Word::RolledBack,
+            (false, false) => Word::Present,
+        })
+    }
+
+    /// Has the controller go on with what is left, or only asks whether it would.
+    fn force(&self, record: &mut Record) -> Result<(), Refusal> {
+        let silent: Vec<ReplicaGuid> = self.silent().into_iter().map(|m| m.guid).collect();
+        let seen = Seen {
+            serves: self.is_reported_serving(),
+            silent: &silent,
+            word: &|_, guid| self.word(guid),
+            further: &String::new,
+        };
+        record.recover(&self.asked_to_recover(), &seen)
+    }
+
+    fn may_force(&self) -> bool {
+        self.force(&mut self.control.record.clone()).is_ok()
     }
 
     fn force_change(&mut self, version: u64) {
         self.operators.recovery.stage = Stage::Lost;
-        let serves = self.is_reported_serving();
-        if serves || self.control.record.membership.version != version || !self.may_force() {
+        let mut record = self.control.record.clone();
+        if record.membership.version != version || self.force(&mut record).is_err() {
             return self.check_later();
         }
-        let silent: Vec<_> = self.silent().into_iter().map(|m| m.guid).collect();
         let before = self.control.record.membership.clone();
-        let next = before.reduced_to(|m| !self.is_destroyed(m), &silent);
+        let next = record.membership.clone();
         let mut kept = Vec::new();
         for member in &next.known {
             let Some(pool) = self.pools.iter().position(|p| p.member == *member) else { continue };
@@ -334,29 +369,12 @@ impl World {
                 kept.push((pool, store.state().position));
             });
         }
-        self.control.record.epoch = self.control.record.epoch.next();
-        self.control.record.incarnation = Incarnation::default();
+        self.control.record = record;
         let (retired, epoch) = (&next.retired[..], self.control.record.epoch);
         self.observe(&Observation::RecordForced { retired, epoch });
-        let stays = |m: &Member| !next.retired.contains(&m.guid) && !self.is_destroyed(m);
-        let newcomers = self.control.record.desired.newcomers.iter().filter(|n| stays(&n.member));
-        let newcomers: Vec<_> = newcomers.copied().collect();
-        let is_listed = |m: &Member| next.known.iter().any(|k| k.id == m.id);
-        let added = newcomers.iter().filter(|n| !is_listed(&n.member)).count();
-        let desired = &mut self.control.record.desired;
-        desired.leaving.retain(|m| next.known.contains(m));
-        if desired.leaving.len() == next.known.len() {
-            desired.leaving.clear();
-        }
-        desired.drf = (next.known.len() - desired.leaving.len() + added) as u8;
-        desired.newcomers = newcomers;
-        let explicit = desired.cf_of(next.rf);
-        if desired.cf == 0 && added == 0 && explicit != next.cf {
-            desired.cf = explicit;
-        }
+        self.desire_what_is_left();
         self.trace.line(self.schedule.now(), || format!("a person goes on with {next:?}"));
         self.operators.recovery.kept = next.known.clone();
-        self.control.record.membership = next;
         let cf = self.operators.recovery.cf_before().unwrap_or(usize::MAX).min(before.cf.into());
         self.operators.recovery.forced =
             Some(Forced { after: self.control.record.epoch, cf, kept: kept.clone() });
@@ -376,6 +394,25 @@ impl World {
         }
         self.send_desired();
         self.check_later();
+    }
+
+    /// Operators ask for the replicas that are there or come, and for no other.
+    fn desire_what_is_left(&mut self) {
+        let View { membership, desired, .. } = &*self.control.record;
+        let newcomers = desired.newcomers.iter().map(|n| n.member);
+        let (lost, come): (Vec<Member>, Vec<Member>) =
+            newcomers.partition(|m| self.is_destroyed(m));
+        let known = membership.known.clone();
+        let is_listed = |m: &Member| known.iter().any(|k| k.id == m.id);
+        let added = come.iter().filter(|m| !is_listed(m)).count();
+        let leaving = desired.leaving.len() % known.len();
+        self.control.record.edit(|volume| {
+            volume.replicas.retain(|replica| !lost.contains(&replica.member()));
+            if leaving == 0 {
+                volume.replicas.iter_mut().for_each(|replica| replica.leaving = false);
+            }
+            volume.membership.drf = (known.len() - leaving + added) as u8;
+        });
     }
 
     /// Returns the histories that the kept replicas held then; the first epoch after the change starts

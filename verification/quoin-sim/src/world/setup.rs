@@ -4,8 +4,8 @@ use quoin_replication::pool_host::access::Claim;
 use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
 use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
 use quoin_types::{
-    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Member, Membership, ReplicaGuid,
-    ReplicaId, VolumeId, membership::open_quorum,
+    BLOCK_SIZE, Durability, Member, Membership, ReplicaGuid, ReplicaId, VolumeId,
+    membership::open_quorum,
 };
 
 use super::clients::Clients;
@@ -351,15 +351,8 @@ impl World {
         }
         let clients = Clients::new(random.between(clients.0, clients.1), workload);
         let (seed, swarm) = (options.seed, options.swarm);
-        let record = Record {
-            term: Default::default(),
-            epoch: Epoch::ZERO,
-            incarnation: Incarnation(0),
-            owner: 0,
-            membership: membership.clone(),
-            desired: Desired { drf: rf, ..Desired::default() },
-            options: None,
-        };
+        let size_bytes = volume_blocks * BLOCK_SIZE as u64;
+        let record = Record::new(setup.config.volume, &membership, size_bytes);
         let (fences, terms) = (Fences::draw(seed, swarm), Terms::draw(seed, swarm));
         let target =
             |host: &usize| TargetHost { host: *host, life: 0, process: None, paused: false };

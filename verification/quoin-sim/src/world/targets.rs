@@ -198,7 +198,9 @@ impl World {
             PrimaryAction::SwapMembership { epoch, version, next } => {
                 self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
                 self.swap_asked(target, &next);
-                self.ask(target, Question::Swap { epoch, version, next });
+                let incarnation = self.targets[target].process.as_ref();
+                let incarnation = incarnation.map(|p| p.grant.incarnation).unwrap_or_default();
+                self.ask(target, Question::Swap { epoch, incarnation, version, next });
             }
             PrimaryAction::Connect { member, session } => {
                 self.connect(target, member, session, None);

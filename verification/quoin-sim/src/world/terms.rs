@@ -224,7 +224,10 @@ impl World {
         let is_newest = session.epoch >= self.control.record.epoch
             && session.epoch >= self.checkers.durability.served_epoch();
         if owns && is_newest && self.control.terms.random.percent(50) {
-            self.control.record.epoch = session.epoch;
+            self.control.record.edit(|volume| {
+                volume.opened.epoch = session.epoch.0;
+                volume.opened.incarnation.0 = session.incarnation;
+            });
             self.control.terms.grants.insert(session.incarnation.0, self.control.record.term);
         }
     }
@@ -260,7 +263,7 @@ impl World {
         {
             return None;
         }
-        let answer = former.record.execute(target, question).ok()?;
+        let answer = former.record.execute(target, question).ok().flatten()?;
         if let Answer::Granted { incarnation, epoch, .. } = &answer {
             self.note_grant(true, *incarnation, *epoch);
         }

@@ -4,11 +4,11 @@
 //!
 //! Some of these runs begin with a list that lacks an entry, which a newcomer has to fill.
 
-use quoin_types::{Member, Newcomer, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::{Member, ReplicaGuid, ReplicaId, VolumeId};
 
 use super::members::RF_MAX;
 use super::{Event, World};
-use crate::control::Record;
+use crate::control::View;
 use crate::random::Random;
 use crate::schedule::MILLISECOND;
 use crate::storage::Outage;
@@ -61,7 +61,7 @@ impl World {
     pub(crate) fn begin_with_a_short_list(&mut self, missing: Member) {
         self.operators.members.unexpected.missing = Some(missing);
         if self.operators.members.random.percent(50) {
-            self.control.record.desired.drf += 1;
+            self.control.record.desire(self.control.record.desired.drf + 1);
         }
         self.keep_sending_desired();
     }
@@ -89,9 +89,14 @@ impl World {
         true
     }
 
+    fn name(&mut self, member: Member) {
+        let pool = self.pools.iter().position(|p| p.member == member);
+        self.control.record.name(member, pool);
+    }
+
     fn name_missing(&mut self) {
         if let Some(member) = self.operators.members.unexpected.missing.take() {
-            self.control.record.desired.newcomers.push(Newcomer { member, beside: false });
+            self.name(member);
         }
     }
 
@@ -127,11 +132,11 @@ impl World {
                 break;
             }
             made += 1;
-            self.control.record.desired.newcomers.push(Newcomer { member, beside: false });
+            self.name(member);
             self.operators.members.unexpected.invited.push(member);
         }
         let full = (known.len() - away + made) as u8;
-        self.control.record.desired.drf = full.clamp(drf + 1, RF_MAX);
+        self.control.record.desire(full.clamp(drf + 1, RF_MAX));
     }
 
     /// Continues what the last turn began with a crowd: one more comes, or fewer are desired again.
@@ -145,10 +150,10 @@ impl World {
             if busy {
                 return;
             }
-            self.control.record.desired.newcomers.push(Newcomer { member, beside: false });
+            self.name(member);
             self.operators.members.unexpected.invited.push(member);
         } else if let Some(drf) = self.operators.members.unexpected.drf_before.take() {
-            self.control.record.desired.drf = drf.max(self.control.record.membership.rf);
+            self.control.record.desire(drf.max(self.control.record.membership.rf));
         }
     }
 
@@ -182,7 +187,7 @@ impl World {
             _ => self.make_unexpected(fresh, quorum, true).then_some(fresh),
         };
         let Some(member) = is_made else { return };
-        self.control.record.desired.newcomers.push(Newcomer { member, beside: false });
+        self.name(member);
         self.operators.members.unexpected.invited.push(member);
         self.trace.line(self.schedule.now(), || format!("operators bring {member:?} by mistake"));
     }
@@ -241,11 +246,17 @@ impl World {
         let rf = list.rf;
         let is_short = known < usize::from(rf);
         let again: Vec<Member> = stays.iter().map(|n| n.member).filter(|_| is_short).collect();
-        let desired = &mut self.control.record.desired;
-        // No change that is under way comes true.
-        self.control.record.membership.version += 1;
-        desired.drf = ((known + added).max(rf.into()) - leaving) as u8;
-        desired.newcomers = stays;
+        let stays = |member: Member| stays.iter().any(|newcomer| newcomer.member == member);
+        self.control.record.edit(|volume| {
+            // No change that is under way comes true.
+            volume.membership.version += 1;
+            volume.membership.drf = ((known + added).max(rf.into()) - leaving) as u8;
+            let known = volume.membership.known.clone();
+            volume.replicas.retain(|r| {
+                let is_known = known.iter().any(|m| (m.id, m.guid) == (r.id, r.guid));
+                is_known || stays(r.member())
+            });
+        });
         for member in again {
             self.make_again(member);
         }
@@ -254,7 +265,7 @@ impl World {
 
     /// A target has no place for one that was to fill the list: it turned back half way once more.
     pub(crate) fn refill(&mut self, member: Member) {
-        let Record { membership, desired, .. } = &self.control.record;
+        let View { membership, desired, .. } = &*self.control.record;
         let is_short = membership.known.len() < usize::from(membership.rf);
         let is_meant = desired.newcomer(member).is_some();
         if self.operators.members.unexpected.on && self.faults.over && is_short && is_meant {

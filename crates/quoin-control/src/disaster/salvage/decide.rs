@@ -25,17 +25,17 @@
 use std::collections::{BTreeSet, HashSet};
 
 use quoin_api::control::VolumeSpec;
-use quoin_types::BLOCK_SIZE;
-use quoin_types::entry::Rule;
-use quoin_types::membership::{RETIRED_MAX, open_quorum};
-use quoin_types::{
-    EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, Position, ReplicaGuid, Term, VolumeId,
-};
-
-use crate::state::records::{
+use quoin_cluster::records::{
     Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Text,
     VolumePhase, VolumeRecord,
 };
+use quoin_types::entry::Rule;
+use quoin_types::membership::{RETIRED_MAX, open_quorum};
+use quoin_types::{
+    BLOCK_SIZE, EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, Position, ReplicaGuid,
+    Term, VolumeId,
+};
+
 use crate::volume::spec::{self, Defaults};
 
 /// Epochs that are left out after a record was made from pools: one may have been granted that no
@@ -82,6 +82,7 @@ pub struct Evidence<'a> {
     pub defaults: Defaults,
     /// Orders the deletion of copies that count for nothing.
     pub discard_left_over: bool,
+    pub now_ms: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -376,7 +377,7 @@ impl Evidence<'_> {
         let message = furthest.spec.as_ref()?;
         let spec = spec::complete(message, self.defaults).ok()?;
         let size_bytes = message.size_bytes.max(furthest.blocks * BLOCK_SIZE as u64);
-        let record = VolumeRecord::new(self.volume, spec, size_bytes);
+        let record = VolumeRecord::new(self.volume, spec, size_bytes, self.now_ms);
         Some(VolumeRecord { phase: VolumePhase::Ready, ..record })
     }
 

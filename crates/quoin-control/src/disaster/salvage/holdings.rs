@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use prost::Message;
 use quoin_api::control::{self as api, Holding, Keepsake, PoolHoldings, VolumeSpec};
+use quoin_cluster::records::{KEEPSAKE_BYTES_MAX, VolumeRecord, decode};
 use quoin_identity::convert;
 use quoin_types::entry::Rule;
 use quoin_types::ids::SnapshotId;
@@ -14,7 +15,6 @@ use super::decide::Held;
 use crate::Error;
 use crate::api::reports::id;
 use crate::snapshot::recovery::{FoundSnapshot, FoundSnapshots};
-use crate::state::records::{KEEPSAKE_BYTES_MAX, VolumeRecord, decode};
 use crate::text;
 use crate::volume::spec::SIZE_BYTES_MAX;
 
@@ -190,15 +190,15 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::records::encode;
     use crate::volume::spec::{Defaults, complete};
+    use quoin_cluster::records::encode;
 
     #[test]
     fn a_replica_keeps_its_volumes_name_and_newest_size_and_nothing_of_another_volume() {
         let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
         let defaults = Defaults { replicas: 3, spread: quoin_api::volume::Spread::Host };
         let spec = complete(&asked, defaults).unwrap();
-        let record = encode(&VolumeRecord::new(VolumeId(7), spec, 90 << 20));
+        let record = encode(&VolumeRecord::new(VolumeId(7), spec, 90 << 20, 1));
         let mut described = asked.encode_to_vec();
         assert_eq!(Kept::of(VolumeId(7), &described), Kept { name: "db".into(), size_bytes: 0 });
         described.extend(Keepsake { record, generation: 2 }.encode_to_vec());
@@ -233,7 +233,7 @@ mod tests {
         let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
         let defaults = Defaults { replicas: 3, spread: quoin_api::volume::Spread::Host };
         let mut record =
-            VolumeRecord::new(VolumeId(7), complete(&asked, defaults).unwrap(), 1 << 20);
+            VolumeRecord::new(VolumeId(7), complete(&asked, defaults).unwrap(), 1 << 20, 1);
         record.membership.drf = record.membership.rf;
         record.opened.epoch = 9;
         let noted = |record: &VolumeRecord| {

@@ -21,6 +21,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use decide::{Evidence, Finding, Held, Outcome, decide};
 use quoin_api::control as api;
 use quoin_identity::Role;
 use quoin_types::{Term, VolumeId};
@@ -30,15 +31,14 @@ use crate::Error;
 use crate::membership::members::Members;
 use crate::membership::term::Terms;
 use crate::reconcile::lifecycle::Lifecycle;
-use crate::state::changes::Concerned;
 use crate::state::events::{Object, Severity};
-use crate::state::records::{
-    MemberOfCluster, NameRecord, RecoveryRecord, VolumePhase, VolumeRecord,
-};
 use crate::state::{State, about};
 use crate::time::now_ms;
-use decide::{Evidence, Finding, Held, Outcome, decide};
+
 pub use holdings::{Kept, Told};
+use quoin_cluster::records::{
+    Concerned, MemberOfCluster, NameRecord, RecoveryRecord, VolumePhase, VolumeRecord,
+};
 
 /// How long pools that are online are waited for.
 const POOLS_TELL_WITHIN: Duration = Duration::from_secs(15);
@@ -435,6 +435,7 @@ impl Recoveries {
                 term: self.terms.highest(),
                 defaults: self.state.settings.defaults,
                 discard_left_over,
+                now_ms: now_ms(),
             });
             (finding, record)
         });

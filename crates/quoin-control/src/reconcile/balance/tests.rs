@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use quoin_api::control::VolumeSpec;
+use quoin_api::volume::Spread;
+use quoin_cluster::records::{Cause, ReplicaPhase, ReplicaRecord, Text};
 use quoin_types::ReplicaId;
 
 use super::*;
-use crate::state::records::{Cause, ReplicaPhase, ReplicaRecord, Text};
 use crate::volume::spec::{Defaults, complete};
-use quoin_api::volume::Spread;
 
 const GIB: u64 = 1 << 30;
 
@@ -51,7 +51,7 @@ impl World {
         let asked = VolumeSpec { name, replicas: replicas.len() as u32, ..VolumeSpec::default() };
         let spec = complete(&asked, Defaults { replicas: 3, spread }).unwrap();
         let id = VolumeId(self.volumes.len() as u128);
-        let mut volume = VolumeRecord::new(id, spec, size * GIB);
+        let mut volume = VolumeRecord::new(id, spec, size * GIB, 1);
         for (n, (pool, used)) in replicas.iter().enumerate() {
             let pool = format!("p{pool}");
             volume.replicas.push(self.born(ReplicaId(n as u128), &pool, used * GIB));

@@ -461,6 +461,9 @@ mod outages;
 
 #[cfg(test)]
 mod tests {
+    use quoin_cluster::records::{self, Record, VolumeRecord, decode, encode};
+    use quoin_recorded::Recorded;
+
     use super::*;
 
     fn path(dir: &tempfile::TempDir) -> PathBuf {
@@ -643,5 +646,35 @@ mod tests {
         drop(store);
         let error = Embedded::open(&path(&dir)).map(drop).unwrap_err().to_string();
         assert!(error.contains("newer Quoin"), "{error}");
+    }
+
+    /// The file of the controller's store, as redb wrote it.
+    #[tokio::test]
+    async fn a_store_that_was_recorded_is_opened_with_all_its_records() {
+        const CRATE: &str = env!("CARGO_MANIFEST_DIR");
+        const RAISE: &str = "FORMAT in quoin-cluster/src/records/mod.rs";
+        const RECORDS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../quoin-cluster");
+        let recorded = Recorded::current(CRATE, "records", records::FORMAT.into(), RAISE);
+        let volume = Recorded::current(RECORDS, "records", records::FORMAT.into(), RAISE);
+        let volume = decode::<VolumeRecord>(volume.read_text("volume.json").as_bytes());
+        let volume = volume.expect("a record");
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("records.redb");
+        // Where redb puts what is its own affair: a file is recorded once and never compared.
+        if !recorded.names(".hex").contains(&"store".to_owned()) {
+            let store = Embedded::open(&path).expect("a new store");
+            let value = Some(encode(&volume));
+            store.compare_and_swap(&volume.key(), 0, value).await.expect("a write");
+            drop(store);
+            recorded.holds("store", &std::fs::read(&path).expect("its file"));
+        }
+        for version in Recorded::all(CRATE, "records", RAISE) {
+            std::fs::write(&path, version.read("store")).expect("a file");
+            let store = Embedded::open(&path).expect("a store of an earlier version");
+            let found = store.get(&volume.key()).await.expect("a read").expect("the record");
+            assert_eq!(decode::<VolumeRecord>(&found.value).expect("a record"), volume);
+            let swapped = store.compare_and_swap(&found.key, found.revision, None).await;
+            assert!(matches!(swapped, Ok(Swap::Done(_))), "{swapped:?}");
+        }
     }
 }

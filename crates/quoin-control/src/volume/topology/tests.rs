@@ -5,6 +5,11 @@ use tonic::Code;
 use super::*;
 use crate::volume::spec::{Defaults, complete};
 
+fn messages(topologies: &[Segments]) -> Vec<api::Topology> {
+    let message = |one: &Segments| api::Topology { segments: one.clone().into_iter().collect() };
+    topologies.iter().map(message).collect()
+}
+
 const GIB: u64 = 1 << 30;
 
 fn segments(pairs: &[(&str, &str)]) -> Segments {
@@ -76,8 +81,8 @@ impl Ask {
             name: "v".into(),
             replicas: self.replicas,
             local: self.local.to_string(),
-            accessible_topology: write(&self.requisite),
-            preferred_topology: write(&self.preferred),
+            accessible_topology: messages(&self.requisite),
+            preferred_topology: messages(&self.preferred),
             ..VolumeSpec::default()
         }
     }

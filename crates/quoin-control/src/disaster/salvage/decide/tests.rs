@@ -1,9 +1,9 @@
-use super::*;
 use proptest::prelude::*;
+use quoin_api::volume::{Durability, Spread};
+use quoin_cluster::records::{AttachmentRecord, Grants, Opened, Spec};
 use quoin_types::{Lsn, ReplicaId, TermId};
 
-use crate::state::records::{AttachmentRecord, Grants, Opened, Spec};
-use quoin_api::volume::{Durability, Spread};
+use super::*;
 
 mod hostile;
 
@@ -117,6 +117,7 @@ fn judged_without(
         term: TERM,
         defaults: defaults(),
         discard_left_over,
+        now_ms: 1,
     })
 }
 
@@ -498,6 +499,7 @@ proptest! {
             term: TERM,
             defaults: defaults(),
             discard_left_over,
+            now_ms: 1,
         });
         let finding = judge(own.as_ref());
         if let Some(written) = finding.write.as_deref() {

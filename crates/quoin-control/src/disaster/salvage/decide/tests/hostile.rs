@@ -1,5 +1,7 @@
 //! The word of one hostile pool rules over nobody else.
 
+use quoin_cluster::ownership::grants::use_up_epoch;
+
 use super::*;
 
 /// Three replicas, of which the third's pool tells this instead.
@@ -114,7 +116,7 @@ fn an_epoch_of_a_term_that_nobody_proved_and_numbers_far_beyond_all_others_are_n
     let finding = judged(Some(&own), beside_two(|h| h.promised = last), &[]);
     let mut written = *finding.write.unwrap();
     assert_eq!(written.epoch(), last);
-    written.use_up_epoch(Epoch(0), TERM).expect("the term that began is above it");
+    use_up_epoch(&mut written, Epoch(0), TERM).expect("the term that began is above it");
     // A word that is not believed proves no deletion either.
     let mut lying = beside_two(|h| h.promised = Epoch(1 << 60)).split_off(2);
     lying[0].quorum = false;

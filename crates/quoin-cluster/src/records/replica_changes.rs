@@ -2,7 +2,7 @@
 
 use quoin_types::membership::default_cf;
 
-use crate::state::records::{Cause, ReplicaRecord, VolumeRecord};
+use crate::records::{Cause, ReplicaRecord, VolumeRecord};
 
 impl VolumeRecord {
     /// The consistency factor that a change to this RF ends in.

@@ -10,54 +10,32 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use quoin_types::Term;
 
-use crate::Error;
-use crate::state::records::VolumeRecord;
-use crate::volume::attach::AttachmentRecord;
-use crate::volume::sharing::Sharing;
+use crate::Refusal;
+use crate::ownership::grants::fence_last_writer;
+use crate::records::{AttachmentRecord, Replay, Sharing, VolumeRecord};
 
 /// Longest time for which a node that has a volume read-only may write to replay its journal.
-pub(crate) const REPLAY_MAX: Duration = Duration::from_secs(300);
+pub const REPLAY_MAX: Duration = Duration::from_secs(300);
 
-/// Share of a read-only attachment in the replay.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Replay {
-    /// None: it was done, or is not asked for.
-    #[default]
-    None,
-    /// Another node replays the journal; this one takes its place if it leaves.
-    Awaited,
-    /// The node may write until it has confirmed the replay, or its time is over.
-    Due,
-    /// The node did not confirm it in time, and writes no more.
-    Late,
-}
-
-impl Replay {
-    /// Says what an attachment's part in the replay is, while there is something to say.
-    pub(crate) fn in_words(self) -> Option<String> {
-        let within = REPLAY_MAX.as_secs();
-        match self {
-            Self::None | Self::Awaited => None,
-            Self::Due => Some(format!(
-                "read-only, but the node may write until it has replayed the journal, {within} s at most"
-            )),
-            Self::Late => Some(format!(
-                "the node has not replayed the journal within {within} s and writes no more; detach it"
-            )),
-        }
-    }
-
-    pub(crate) fn is_none(&self) -> bool {
-        *self == Self::None
+/// Says what an attachment's part in the replay is, while there is something to say.
+pub fn in_words(replay: Replay) -> Option<String> {
+    let within = REPLAY_MAX.as_secs();
+    match replay {
+        Replay::None | Replay::Awaited => None,
+        Replay::Due => Some(format!(
+            "read-only, but the node may write until it has replayed the journal, {within} s at most"
+        )),
+        Replay::Late => Some(format!(
+            "the node has not replayed the journal within {within} s and writes no more; detach it"
+        )),
     }
 }
 
 /// Decides the share of a new attachment, which is not among the volume's yet. Where others may
 /// write beside it there is none.
-pub(super) fn of_new(volume: &VolumeRecord, sharing: Sharing, is_asked_for: bool) -> Replay {
+pub fn of_new(volume: &VolumeRecord, sharing: Sharing, is_asked_for: bool) -> Replay {
     let is_read_alone = matches!(sharing, Sharing::Exclusive | Sharing::ReadOnly);
     let is_under_way = volume.attachments.iter().any(|a| a.replay == Replay::Due);
     let nobody_can = volume.attachments.iter().all(|a| a.replay == Replay::Late);
@@ -70,7 +48,7 @@ pub(super) fn of_new(volume: &VolumeRecord, sharing: Sharing, is_asked_for: bool
 }
 
 /// Has another node do what a lost one was to do; the lost one is fenced.
-pub(crate) fn take_from(attachments: &mut [AttachmentRecord], lost: &str) {
+pub fn take_from(attachments: &mut [AttachmentRecord], lost: &str) {
     for attachment in attachments.iter_mut().filter(|a| a.node == lost) {
         if attachment.replay == Replay::Due {
             attachment.replay = Replay::None;
@@ -80,7 +58,7 @@ pub(crate) fn take_from(attachments: &mut [AttachmentRecord], lost: &str) {
 }
 
 /// Has the next node that waits for the replay take it over where the one that was to do it has left.
-pub(super) fn hand_on(attachments: &mut [AttachmentRecord]) {
+pub fn hand_on(attachments: &mut [AttachmentRecord]) {
     if attachments.iter().any(|a| a.replay == Replay::Due) {
         return;
     }
@@ -90,38 +68,42 @@ pub(super) fn hand_on(attachments: &mut [AttachmentRecord]) {
 }
 
 /// The node that may write to replay the journal.
-pub(crate) fn due(volume: &VolumeRecord) -> Option<&str> {
+pub fn due(volume: &VolumeRecord) -> Option<&str> {
     let due = volume.attachments.iter().find(|a| a.replay == Replay::Due);
     due.map(|attachment| attachment.node.as_str())
 }
 
 /// Ends the leave of a node that has not confirmed the replay in time; the next one that waits gets it.
 /// Returns false where that node has no such leave.
-pub(crate) fn end_late(attachments: &mut [AttachmentRecord], node: &str) -> bool {
-    let late = attachments.iter_mut().find(|a| a.node == node && a.replay == Replay::Due);
-    let Some(late) = late else { return false };
+///
+/// # Errors
+/// As those of [`fence_last_writer`].
+pub fn end_late(volume: &mut VolumeRecord, node: &str, term: Term) -> Result<bool, Refusal> {
+    let had_writers = volume.has_writers();
+    let due = |a: &&mut AttachmentRecord| a.node == node && a.replay == Replay::Due;
+    let Some(late) = volume.attachments.iter_mut().find(due) else { return Ok(false) };
     late.replay = Replay::Late;
-    hand_on(attachments);
-    true
+    hand_on(&mut volume.attachments);
+    fence_last_writer(volume, had_writers, true, term)?;
+    Ok(true)
 }
 
 /// Ends the replay, and with it the node's leave to write. Returns false where nothing changed.
 ///
 /// # Errors
 /// The volume is not attached to that node, or another node is to replay the journal.
-pub(super) fn confirm(volume: &mut VolumeRecord, node: &str) -> Result<bool, Error> {
+pub fn confirm(volume: &mut VolumeRecord, node: &str, term: Term) -> Result<bool, Refusal> {
     let name = &volume.spec.name;
     let own = volume.attachments.iter().find(|a| a.node == node);
     let own = own.ok_or_else(|| {
-        Error::Precondition(format!("volume {name:?} is not attached to node {node}"))
+        Refusal::Precondition(format!("volume {name:?} is not attached to node {node}"))
     })?;
     if own.replay != Replay::Due {
-        return match volume.attachments.iter().find(|a| a.replay == Replay::Due) {
-            Some(other) => {
-                let node = &other.node;
-                Err(Error::Aborted(format!("node {node} is to replay the journal of {name:?} now")))
-            }
-            None if own.replay == Replay::Late => Err(Error::Precondition(format!(
+        return match due(volume) {
+            Some(node) => Err(Refusal::Aborted(format!(
+                "node {node} is to replay the journal of {name:?} now"
+            ))),
+            None if own.replay == Replay::Late => Err(Refusal::Precondition(format!(
                 "node {node} had {} s to replay the journal of {name:?} and is late: detach it there, \
                  and attach it again for another try",
                 REPLAY_MAX.as_secs()
@@ -129,13 +111,19 @@ pub(super) fn confirm(volume: &mut VolumeRecord, node: &str) -> Result<bool, Err
             None => Ok(false),
         };
     }
+    let had_writers = volume.has_writers();
     volume.attachments.iter_mut().for_each(|a| a.replay = Replay::None);
+    fence_last_writer(volume, had_writers, false, term)?;
     Ok(true)
 }
 
 #[cfg(test)]
 mod tests {
+    use quoin_types::TermId;
+
     use super::*;
+
+    const TERM: Term = Term { number: 0, id: TermId(0) };
 
     fn reader(node: &str, replay: Replay) -> AttachmentRecord {
         AttachmentRecord {
@@ -150,7 +138,7 @@ mod tests {
     }
 
     fn volume(attachments: Vec<AttachmentRecord>) -> VolumeRecord {
-        VolumeRecord { attachments, ..crate::state::recorded::volume() }
+        VolumeRecord { attachments, ..crate::records::recorded::volume() }
     }
 
     fn shares(volume: &VolumeRecord) -> Vec<Replay> {
@@ -205,34 +193,34 @@ mod tests {
     #[test]
     fn a_node_that_is_late_with_the_replay_writes_no_more_and_the_next_one_may() {
         let mut record = volume(vec![reader("h1", Replay::Due), reader("h2", Replay::Awaited)]);
-        assert!(!end_late(&mut record.attachments, "h2"), "it is not its turn");
+        assert!(!end_late(&mut record, "h2", TERM).unwrap(), "it is not its turn");
         assert_eq!(due(&record), Some("h1"));
-        assert!(end_late(&mut record.attachments, "h1"));
+        assert!(end_late(&mut record, "h1", TERM).unwrap());
         assert_eq!(shares(&record), [Replay::Late, Replay::Due]);
         assert!(record.attachments[0].writes_nothing() && !record.attachments[1].writes_nothing());
-        assert!(confirm(&mut record, "h1").unwrap_err().to_string().contains("node h2"));
-        assert!(end_late(&mut record.attachments, "h2"));
+        assert!(confirm(&mut record, "h1", TERM).unwrap_err().to_string().contains("node h2"));
+        assert!(end_late(&mut record, "h2", TERM).unwrap());
         assert_eq!((shares(&record), due(&record)), (vec![Replay::Late; 2], None));
-        let late = confirm(&mut record, "h2").unwrap_err().to_string();
+        let late = confirm(&mut record, "h2", TERM).unwrap_err().to_string();
         assert!(late.contains("300 s") && late.contains("detach it there"), "{late}");
         // No node has it mounted: one that comes now may try.
         assert_eq!(of_new(&record, Sharing::ReadOnly, true), Replay::Due);
         record.attachments[1].replay = Replay::Due;
-        assert!(confirm(&mut record, "h2").unwrap());
+        assert!(confirm(&mut record, "h2", TERM).unwrap());
         assert_eq!(shares(&record), [Replay::None, Replay::None]);
     }
 
     #[test]
     fn only_the_node_that_replays_ends_the_replay_and_it_ends_for_all() {
         let mut record = volume(vec![reader("h1", Replay::Due), reader("h2", Replay::Awaited)]);
-        let early = confirm(&mut record, "h2").unwrap_err();
+        let early = confirm(&mut record, "h2", TERM).unwrap_err();
         assert!(early.to_string().contains("node h1"), "{early}");
         assert!(!record.attachments[0].writes_nothing(), "h1 replays");
-        assert!(confirm(&mut record, "h1").unwrap());
-        assert!(!confirm(&mut record, "h1").unwrap());
+        assert!(confirm(&mut record, "h1", TERM).unwrap());
+        assert!(!confirm(&mut record, "h1", TERM).unwrap());
         assert_eq!(shares(&record), [Replay::None, Replay::None]);
         assert!(record.attachments.iter().all(AttachmentRecord::writes_nothing));
-        let refused = confirm(&mut record, "h3").unwrap_err();
+        let refused = confirm(&mut record, "h3", TERM).unwrap_err();
         assert!(refused.to_string().contains("not attached to node h3"), "{refused}");
     }
 }

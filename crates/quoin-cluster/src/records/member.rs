@@ -2,9 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::state::changes::Concerned;
-use crate::state::records::Record;
-use crate::time::is_ahead;
+use crate::records::{Concerned, Record};
+use crate::wall_clock::is_ahead;
 
 /// A join token, known by a hash of its secret.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -26,7 +25,7 @@ pub struct TokenRecord {
 impl TokenRecord {
     /// Returns whether its time has begun and is not over. One that was made at a time that lies ahead
     /// would last for as long as the clock was ahead.
-    pub(crate) fn is_good(&self, now_ms: u64) -> bool {
+    pub fn is_good(&self, now_ms: u64) -> bool {
         self.expires_ms > now_ms && !is_ahead(self.created_ms, now_ms)
     }
 }
@@ -84,7 +83,7 @@ impl Record for MemberOfCluster {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::time::CORRECTION_MS;
+    use crate::wall_clock::CORRECTION_MS;
 
     #[test]
     fn a_token_is_good_from_when_it_was_made_until_it_expires() {

@@ -6,10 +6,7 @@ use quoin_types::VolumeId;
 use quoin_types::ids::{GroupId, SnapshotId};
 use serde::{Deserialize, Serialize};
 
-use crate::state::changes::Concerned;
-use crate::state::records::{Record, Text};
-use crate::state::snapshot_records::Cut;
-use crate::state::table::Index;
+use crate::records::{Concerned, Cut, Index, Record, Text};
 
 /// Steps of a group snapshot. It never goes back to an earlier one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]

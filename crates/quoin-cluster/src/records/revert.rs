@@ -6,11 +6,7 @@ use quoin_types::VolumeId;
 use quoin_types::ids::SnapshotId;
 use serde::{Deserialize, Serialize};
 
-use crate::state::changes::Concerned;
-use crate::state::records::{Record, Text};
-use crate::state::snapshot_records::SnapshotRecord;
-use crate::state::table::Index;
-use crate::volume::devices::is_zero;
+use crate::records::{Concerned, Index, Record, SnapshotRecord, Text, is_zero};
 
 /// Steps of a Revert.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
@@ -58,7 +54,7 @@ const FORMER_MAX: usize = 32;
 
 impl RevertRecord {
     /// Returns an attempt whose target is still to be told.
-    pub(crate) fn wished(snapshot: &SnapshotRecord, attempt: SnapshotId, now_ms: u64) -> Self {
+    pub fn wished(snapshot: &SnapshotRecord, attempt: SnapshotId, now_ms: u64) -> Self {
         Self {
             volume: snapshot.volume,
             attempt: Text(attempt),
@@ -76,7 +72,7 @@ impl RevertRecord {
     }
 
     /// Begins the next Revert of the volume in the place of this one.
-    pub(crate) fn replace_by(&mut self, next: &Self) {
+    pub fn replace_by(&mut self, next: &Self) {
         let mut former = std::mem::take(&mut self.former);
         former.push(self.attempt);
         former.drain(..former.len().saturating_sub(FORMER_MAX));
@@ -95,7 +91,7 @@ impl RevertRecord {
 
     /// Takes over that the target did it; false: that is known. An attempt that was given up may
     /// have been done all the same.
-    pub(crate) fn done(&mut self, lsn: u64, now_ms: u64) -> bool {
+    pub fn done(&mut self, lsn: u64, now_ms: u64) -> bool {
         if self.phase == RevertPhase::Done {
             return false;
         }
@@ -106,7 +102,7 @@ impl RevertRecord {
 
     /// Takes over that the target refused it; false: that is known, or is of an earlier moment.
     /// `for_good`: no repeat of the command can do it.
-    pub(crate) fn refused(&mut self, failure: &str, for_good: bool, now_ms: u64) -> bool {
+    pub fn refused(&mut self, failure: &str, for_good: bool, now_ms: u64) -> bool {
         if self.phase != RevertPhase::Wished {
             return false;
         }
@@ -120,7 +116,7 @@ impl RevertRecord {
     }
 
     /// Takes over that the hidden snapshot is gone; true: the Revert has failed by that.
-    pub(crate) fn cleared(&mut self, now_ms: u64) -> bool {
+    pub fn cleared(&mut self, now_ms: u64) -> bool {
         if self.phase == RevertPhase::Wished {
             return false;
         }
@@ -134,7 +130,7 @@ impl RevertRecord {
 
     /// Gives it up after the records were restored: nobody knows whether it was done since. False:
     /// it was over.
-    pub(crate) fn give_up(&mut self, failure: &str, now_ms: u64) -> bool {
+    pub fn give_up(&mut self, failure: &str, now_ms: u64) -> bool {
         let gives_up = self.is_under_way();
         if gives_up {
             (self.phase, self.recorded) = (RevertPhase::Failed, true);
@@ -193,10 +189,10 @@ impl Index<RevertRecord> for RevertIndex {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+pub mod tests {
     use super::*;
 
-    pub(crate) fn revert(volume: u128, attempt: u128) -> RevertRecord {
+    pub fn revert(volume: u128, attempt: u128) -> RevertRecord {
         RevertRecord {
             volume: Text(VolumeId(volume)),
             attempt: Text(SnapshotId(attempt)),

@@ -4,29 +4,18 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use quoin_api::volume::{
+    BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
+    Spread, VolumeOptions,
+};
 use quoin_recorded::Recorded;
 use quoin_types::ids::{GroupId, SnapshotId};
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Value, json};
 
-use crate::state::group_records::{GroupMember, GroupPhase, GroupRecord};
-use crate::state::records::*;
-use crate::state::revert_records::{RevertPhase, RevertRecord};
-use crate::state::snapshot_records::{
-    Cut, ScheduleRecord, SnapshotName, SnapshotPhase, SnapshotRecord,
-};
-use crate::state::term_records::{SupersededRecord, TermRecord};
-use crate::volume::devices::Use;
-use crate::volume::sharing::Sharing;
-use crate::volume::verification::{
-    FindingRecord, ReplicaResult, VerifyCounts, VerifyRecord, VerifyState,
-};
-use quoin_api::volume::{
-    BlockSize, Durability, FileSystem, Frontend, Local, OnFull, OnQuorumLoss, Reads, ReplaceAfter,
-    Spread, VolumeOptions,
-};
+use crate::records::*;
 
-const RAISE: &str = "FORMAT in quoin-control/src/state/records.rs, unless every build that reads the \
+const RAISE: &str = "FORMAT in quoin-cluster/src/records/mod.rs, unless every build that reads the \
                      format of today may take the new field for absent (`serde(default)`)";
 const CRATE: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -79,7 +68,7 @@ fn replica(n: u128, phase: ReplicaPhase, cause: Cause) -> ReplicaRecord {
 }
 
 /// With a value in every field.
-pub(crate) fn volume() -> VolumeRecord {
+pub fn volume() -> VolumeRecord {
     let replicas = vec![
         replica(1, ReplicaPhase::Keep, Cause::Asked),
         replica(2, ReplicaPhase::Init, Cause::Asked),
@@ -468,29 +457,4 @@ fn a_value_that_this_version_has_no_name_for_refuses_the_record_and_names_it() {
     later["record"]["replicas"][0]["phase"] = json!("Teleporting");
     let refused = decode::<VolumeRecord>(later.to_string().as_bytes()).expect_err("no such phase");
     assert!(refused.contains("Teleporting") && refused.contains("newer Quoin"), "{refused}");
-}
-
-/// The file of the controller's store, as redb wrote it.
-#[tokio::test]
-async fn a_store_that_was_recorded_is_opened_with_all_its_records() {
-    use crate::state::store::{Embedded, Store};
-    let recorded = Recorded::current(CRATE, "records", FORMAT.into(), RAISE);
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("records.redb");
-    // Where redb puts what is its own affair: a file is recorded once and never compared.
-    if !recorded.names(".hex").contains(&"store".to_owned()) {
-        let store = Embedded::open(&path).expect("a new store");
-        let value = Some(encode(&volume()));
-        store.compare_and_swap(&volume().key(), 0, value).await.expect("a write");
-        drop(store);
-        recorded.holds("store", &std::fs::read(&path).expect("its file"));
-    }
-    for version in Recorded::all(CRATE, "records", RAISE) {
-        std::fs::write(&path, version.read("store")).expect("a file");
-        let store = Embedded::open(&path).expect("a store of an earlier version");
-        let found = store.get(&volume().key()).await.expect("a read").expect("the record");
-        assert_eq!(decode::<VolumeRecord>(&found.value).expect("a record"), volume());
-        let swapped = store.compare_and_swap(&found.key, found.revision, None).await;
-        assert!(matches!(swapped, Ok(crate::state::store::Swap::Done(_))), "{swapped:?}");
-    }
 }

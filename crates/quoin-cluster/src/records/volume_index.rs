@@ -2,8 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use crate::state::records::{Cause, VolumePhase, VolumeRecord};
-use crate::state::table::Index;
+use crate::records::{Cause, Index, VolumePhase, VolumeRecord};
 
 /// Names of volumes' records by their holders.
 #[derive(Debug, Default)]
@@ -221,15 +220,12 @@ mod tests {
     use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
     use super::*;
-    use crate::state::records::{Discarded, MemberRecord, ReplicaPhase, ReplicaRecord, Text};
-    use crate::volume::spec::{self, Defaults};
+    use crate::records::{Discarded, MemberRecord, ReplicaPhase, ReplicaRecord, Text};
 
     /// A volume with a replica in each of `pools`, one that is removed from `gone`, owned by `owner`.
     fn volume(id: u128, size_bytes: u64, pools: &[u8], gone: &[u8], owner: u8) -> VolumeRecord {
-        let asked = quoin_api::control::VolumeSpec { name: "v".into(), ..Default::default() };
-        let defaults = Defaults { replicas: 3, spread: quoin_api::volume::Spread::Pool };
-        let spec = spec::complete(&asked, defaults).unwrap();
-        let mut volume = VolumeRecord::new(VolumeId(id), spec, size_bytes);
+        let spec = crate::records::recorded::volume().spec;
+        let mut volume = VolumeRecord::new(VolumeId(id), spec, size_bytes, 1);
         volume.replicas = pools
             .iter()
             .map(|pool| ReplicaRecord {

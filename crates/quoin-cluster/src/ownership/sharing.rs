@@ -2,70 +2,24 @@
 //!
 //! One target serves the volume; the other nodes reach it over the network. It sits with the node
 //! that attached the volume first, and moves when that one leaves or is lost
-//! ([`crate::reconcile::failover`]). Nodes share a volume only if all of them asked for that.
+//! ([`crate::ownership::failover`]). Nodes share a volume only if all of them asked for that.
 
-use serde::{Deserialize, Serialize};
-
-use crate::Error;
-use crate::state::records::VolumeRecord;
-use crate::volume::attach::AttachmentRecord;
+use crate::Refusal;
+use crate::records::{AttachmentRecord, Sharing, VolumeRecord};
 
 /// Most nodes that have one volume at once.
 pub const NODES_MAX: usize = 64;
 /// Most of them that may change the volume: as many as its replicas remember requests of.
 pub const WRITERS_MAX: usize = quoin_types::client::CLIENTS_MAX;
 
-/// Way in which a node's attachment bears others beside it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Sharing {
-    /// No other node has the volume.
-    #[default]
-    Exclusive,
-    /// Other nodes have it, and none writes.
-    ReadOnly,
-    /// Other nodes have it, and at most one of all writes.
-    SingleWriter,
-    /// Other nodes have it, and all may write.
-    MultiWriter,
-}
-
-impl Sharing {
-    const ALL: [Self; 4] = [Self::Exclusive, Self::ReadOnly, Self::SingleWriter, Self::MultiWriter];
-
-    pub(crate) fn is_exclusive(&self) -> bool {
-        *self == Self::Exclusive
-    }
-
-    /// Word of the messages; empty: the volume is not shared.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Exclusive => "",
-            Self::ReadOnly => "read-only",
-            Self::SingleWriter => "single-writer",
-            Self::MultiWriter => "multi-writer",
-        }
-    }
-
-    /// Reads the word of a message.
-    ///
-    /// # Errors
-    /// It is none of the words.
-    pub fn read(word: &str) -> Result<Self, Error> {
-        let found = Self::ALL.into_iter().find(|sharing| sharing.as_str() == word);
-        let rule = "it is read-only, single-writer or multi-writer, or empty";
-        found.ok_or_else(|| Error::invalid("sharing", rule))
-    }
-}
-
 /// Checks that a volume may be attached to another node beside those that have it.
 ///
-/// # Errors
+/// # Refusals
 /// Names the node that is in the way, and the way out.
-pub(crate) fn check_beside(volume: &VolumeRecord, wanted: &AttachmentRecord) -> Result<(), Error> {
+pub fn check_beside(volume: &VolumeRecord, wanted: &AttachmentRecord) -> Result<(), Refusal> {
     let name = &volume.spec.name;
     let others = || volume.attachments.iter().filter(|a| a.node != wanted.node);
-    let refused = |why: String| Err(Error::Precondition(format!("volume {name:?} {why}")));
+    let refused = |why: String| Err(Refusal::Precondition(format!("volume {name:?} {why}")));
     if let Some(other) =
         others().find(|a| a.sharing.is_exclusive() || wanted.sharing.is_exclusive())
     {
@@ -133,7 +87,7 @@ mod tests {
 
     /// Returns true if a second node may join, by what the first one and it ask for.
     fn joins(first: (Sharing, bool), second: (Sharing, bool)) -> bool {
-        let mut volume = crate::state::recorded::volume();
+        let mut volume = crate::records::recorded::volume();
         volume.attachments = vec![attached("h1", first.0, first.1)];
         check_beside(&volume, &attached("h2", second.0, second.1)).is_ok()
     }
@@ -168,7 +122,7 @@ mod tests {
     #[test]
     fn a_third_node_does_not_become_a_second_writer_beside_a_single_one() {
         use Sharing::{MultiWriter, SingleWriter};
-        let mut volume = crate::state::recorded::volume();
+        let mut volume = crate::records::recorded::volume();
         volume.attachments =
             vec![attached("h1", SingleWriter, true), attached("h2", SingleWriter, false)];
         let refused = check_beside(&volume, &attached("h3", MultiWriter, false)).unwrap_err();
@@ -179,7 +133,7 @@ mod tests {
     #[test]
     fn no_more_nodes_write_a_volume_than_its_replicas_remember_requests_of() {
         use Sharing::MultiWriter;
-        let mut volume = crate::state::recorded::volume();
+        let mut volume = crate::records::recorded::volume();
         let writer = |n: usize| attached(&format!("h{n}"), MultiWriter, false);
         volume.attachments = (0..WRITERS_MAX).map(writer).collect();
         let refused = check_beside(&volume, &writer(WRITERS_MAX)).unwrap_err();

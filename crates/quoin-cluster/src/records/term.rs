@@ -1,9 +1,9 @@
-//! The records of the controller's own term.
+//! The records of the controller's own term, and of records that do not rule.
 
 use quoin_types::{Term, TermId};
 use serde::{Deserialize, Serialize};
 
-use crate::state::records::{Record, Text};
+use crate::records::{Record, Text};
 
 /// The term in which this controller rules, or did; without one it is term 0.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -52,6 +52,28 @@ impl SupersededRecord {
 impl Record for SupersededRecord {
     type Index = ();
     const PREFIX: &'static str = "superseded/";
+    fn name(&self) -> String {
+        Self::NAME.to_owned()
+    }
+}
+
+/// That the records were lost or come from an old copy: until they agree with what the pools hold,
+/// no member gets an order by them.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct RecoveryRecord {
+    /// In words, as in "they were lost".
+    pub why: String,
+    pub since_ms: u64,
+}
+
+impl RecoveryRecord {
+    /// There is one at most.
+    pub const NAME: &'static str = "records";
+}
+
+impl Record for RecoveryRecord {
+    type Index = ();
+    const PREFIX: &'static str = "recovery/";
     fn name(&self) -> String {
         Self::NAME.to_owned()
     }

@@ -1,0 +1,32 @@
+//! Ownership of volumes: which node may open a volume, under which epoch, with which replicas.
+//!
+//! Each function decides one change of one record, which its caller then writes by compare-and-swap:
+//!
+//! | decision | where |
+//! |---|---|
+//! | a target acquires an epoch; a target swaps the membership | [`epochs`] |
+//! | grants are taken back, epochs are used up | [`grants`] |
+//! | whose grants are taken back, and when | [`fencing`] |
+//! | which node has the volume | [`attachment`], beside whom [`sharing`], as the first one [`replay`] |
+//! | when a node counts as lost | [`liveness`] |
+//! | where the target of a shared volume goes, and of one that nobody has | [`failover`], [`lending`] |
+//! | whether a node uses the volume | [`devices`] |
+//! | which replicas come and leave, and what a target is told of them | [`replicas`] |
+//! | what becomes of replicas that pools made, lost or deleted | [`lifecycle`] |
+//! | whether a volume may go on with the replicas that are left | [`recovery`] |
+//! | what follows from any change | [`change`] |
+
+pub mod attachment;
+pub mod change;
+pub mod devices;
+pub mod epochs;
+pub mod failover;
+pub mod fencing;
+pub mod grants;
+pub mod lending;
+pub mod lifecycle;
+pub mod liveness;
+pub mod recovery;
+pub mod replay;
+pub mod replicas;
+pub mod sharing;
