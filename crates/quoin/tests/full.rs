@@ -136,7 +136,7 @@ fn with_wait_writes_wait_while_full_and_continue_after_a_trim() {
     dev.stop();
 }
 
-/// What is written over stays for the snapshot, until the pools are full. Many requests wait then; deleting
+/// Blocks that are written over stay for the snapshot, until the pools are full. Many requests wait then; deleting
 /// the snapshot, as the documents say, lets all of them go on.
 #[test]
 fn writes_that_wait_for_room_go_on_once_a_snapshot_is_deleted() {

@@ -25,7 +25,7 @@ pub struct Record {
     view: View,
 }
 
-/// What the record says, in the words of the core.
+/// The record, in the words of the core.
 #[derive(Clone, Debug, Default)]
 pub struct View {
     pub epoch: Epoch,

@@ -72,7 +72,7 @@ impl Neighbours {
         Ok(())
     }
 
-    /// What gives room back: snapshots that are deleted, and trims.
+    /// Entries that give room back: deletions of snapshots, and trims.
     pub fn returned(&self, pool: &mut Pool<SimDisk>) -> VecDeque<Returned> {
         let mut returned = VecDeque::new();
         for guid in (0..self.count).map(guid_of) {

@@ -315,7 +315,7 @@ impl World {
         here.map(|status| status.silent).unwrap_or_default()
     }
 
-    /// What a person asks for, who knows which replicas are destroyed.
+    /// Request of a person, who knows which replicas are destroyed.
     fn asked_to_recover(&self) -> Asked {
         let known = &self.control.record.membership.known;
         let (lost, kept): (Vec<&Member>, Vec<&Member>) =
