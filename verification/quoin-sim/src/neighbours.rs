@@ -21,15 +21,23 @@ const WRITE_BLOCKS: u32 = 64;
 const SNAPSHOTS_MAX: usize = 4;
 const SNAPSHOT_PERCENT: u64 = 2;
 const TRIM_PERCENT: u64 = 10;
+/// Entries in a turn of the pool that give room back, and turns in which a pool without room may refuse one:
+/// half a minute.
+const RETURNED_A_TURN: u32 = 8;
+const REFUSED_MAX: u32 = 12_000;
 
 pub struct Neighbours {
     count: u64,
     random: Random,
+    /// Entries by which they give room back.
+    returned: VecDeque<Returned>,
+    /// How often the next of them was refused.
+    refused: u32,
 }
 
 impl Neighbours {
     pub fn new(count: u64, random: &mut Random) -> Self {
-        Neighbours { count, random: random.fork() }
+        Neighbours { count, random: random.fork(), returned: VecDeque::new(), refused: 0 }
     }
 
     /// Returns true for the replica of a neighbour.
@@ -39,6 +47,7 @@ impl Neighbours {
 
     /// Writes until one of them finds no room.
     pub fn fill(&mut self, pool: &mut Pool<SimDisk>) -> Result<(), StoreError> {
+        self.returned.clear();
         let blocks = pool.disk().size() / BLOCK_SIZE as u64;
         for guid in (0..self.count).map(guid_of) {
             if pool.replica(guid).is_none() {
@@ -72,8 +81,8 @@ impl Neighbours {
         Ok(())
     }
 
-    /// Entries that give room back: deletions of snapshots, and trims.
-    pub fn returned(&self, pool: &mut Pool<SimDisk>) -> VecDeque<Returned> {
+    /// Room comes back from here on: by deletions of snapshots, and by trims.
+    pub fn begin_to_give_back(&mut self, pool: &mut Pool<SimDisk>) {
         let mut returned = VecDeque::new();
         for guid in (0..self.count).map(guid_of) {
             let Some(replica) = pool.replica(guid) else { continue };
@@ -87,7 +96,37 @@ impl Neighbours {
                 returned.push_back(Returned { guid, kind: EntryKind::Trim, lba, blocks });
             }
         }
-        returned
+        (self.returned, self.refused) = (returned, 0);
+    }
+
+    pub fn gives_back(&self) -> bool {
+        !self.returned.is_empty()
+    }
+
+    /// Appends some of these entries, as many as a pool without room takes before its background work and
+    /// its syncs go on. Returns one that was refused for too long, and gives up then.
+    pub fn give_back(&mut self, pool: &mut Pool<SimDisk>) -> Result<Option<Returned>, StoreError> {
+        for _ in 0..RETURNED_A_TURN {
+            let Some(entry) = self.returned.front() else { break };
+            match entry.append(pool) {
+                Ok(()) => {
+                    self.returned.pop_front();
+                    self.refused = 0;
+                    pool.request_sync();
+                }
+                Err(StoreError::Full) if self.refused < REFUSED_MAX => {
+                    self.refused += 1;
+                    break;
+                }
+                Err(StoreError::Full) => {
+                    let refused = self.returned.pop_front();
+                    self.returned.clear();
+                    return Ok(refused);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -100,7 +139,7 @@ pub struct Returned {
 }
 
 impl Returned {
-    pub fn append(&self, pool: &mut Pool<SimDisk>) -> Result<(), StoreError> {
+    fn append(&self, pool: &mut Pool<SimDisk>) -> Result<(), StoreError> {
         append(pool, self.guid, self.kind.clone(), self.lba, self.blocks)
     }
 }

@@ -1,6 +1,6 @@
 //! The real store on a simulated disk, driven as `quoin-pool` drives it.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use quoin_replication::recognition::PoolCounts;
@@ -19,7 +19,7 @@ use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Posit
 
 use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
-use crate::neighbours::{Neighbours, Returned};
+use crate::neighbours::Neighbours;
 use crate::random::Random;
 use crate::shape::PoolShape;
 use crate::source::{Living, Source, Turn};
@@ -38,10 +38,6 @@ const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 const ROUNDS_OF_CLEAN_UP: u32 = 4;
 const CLONE_ATTEMPTS_MAX: u32 = 100;
-/// Entries of neighbours in a turn of the pool, and turns in which a pool without room may refuse one that
-/// frees some: half a minute.
-const RETURNED_A_TURN: u32 = 8;
-const REFUSED_MAX: u32 = 12_000;
 /// Reads of a hundred that wait for the medium, where some do.
 const UNCACHED_PERCENT: u64 = 40;
 
@@ -63,9 +59,6 @@ pub struct RealStorage {
     ballasts: u128,
     /// Volumes that fill the pool instead of a ballast.
     neighbours: Option<Neighbours>,
-    /// Entries by which they give room back, and how often the next one was refused.
-    returned: VecDeque<Returned>,
-    refused: u32,
     /// The source that the replica is a clone of, where there is one.
     source: Option<Living>,
     /// Reads that the disk takes at the same time.
@@ -124,8 +117,6 @@ impl RealStorage {
             neighbours: shape
                 .filter(|shape| shape.neighbours > 0)
                 .map(|shape| Neighbours::new(shape.neighbours, random)),
-            returned: VecDeque::new(),
-            refused: 0,
             source: None,
             queue_depth,
             image: None,
@@ -138,11 +129,10 @@ impl RealStorage {
     fn fill_or_free(&mut self) -> Result<(), StoreError> {
         if let (Some(neighbours), Some(pool)) = (&mut self.neighbours, &mut self.pool) {
             if self.full && !std::mem::replace(&mut self.filled, true) {
-                self.returned.clear();
                 return neighbours.fill(pool);
             }
             if !self.full && std::mem::take(&mut self.filled) {
-                self.returned = neighbours.returned(pool);
+                neighbours.begin_to_give_back(pool);
             }
             return Ok(());
         }
@@ -170,28 +160,18 @@ impl RealStorage {
         }
     }
 
-    /// Neighbours give room back. A pool without room takes that, as fast as its background work and its
-    /// syncs go on.
+    fn gives_back(&self) -> bool {
+        self.neighbours.as_ref().is_some_and(Neighbours::gives_back)
+    }
+
+    /// Neighbours give some room back.
     fn give_back(&mut self) -> Result<(), StoreError> {
-        for _ in 0..RETURNED_A_TURN {
-            let (Some(pool), Some(entry)) = (&mut self.pool, self.returned.front()) else { break };
-            match entry.append(pool) {
-                Ok(()) => {
-                    self.returned.pop_front();
-                    self.refused = 0;
-                    pool.request_sync();
-                }
-                Err(StoreError::Full) if self.refused < REFUSED_MAX => {
-                    self.refused += 1;
-                    break;
-                }
-                Err(StoreError::Full) => {
-                    let words = format!("a full pool never took what frees room: {entry}");
-                    self.faults.broken = Some(("FreeingPasses", words));
-                    self.returned.clear();
-                }
-                Err(error) => return Err(error),
-            }
+        let (Some(neighbours), Some(pool)) = (&mut self.neighbours, &mut self.pool) else {
+            return Ok(());
+        };
+        if let Some(entry) = neighbours.give_back(pool)? {
+            let words = format!("a full pool never took what frees room: {entry}");
+            self.faults.broken = Some(("FreeingPasses", words));
         }
         Ok(())
     }
@@ -442,8 +422,7 @@ impl Storage for RealStorage {
     }
 
     fn wants_background(&self) -> bool {
-        !self.returned.is_empty()
-            || self.pool.as_ref().is_some_and(|p| p.background_due() != Due::Idle)
+        self.gives_back() || self.pool.as_ref().is_some_and(|p| p.background_due() != Due::Idle)
     }
 
     fn look_again(&mut self) {
@@ -537,8 +516,11 @@ impl Storage for RealStorage {
             // The source's blocks stay for the clone, trimmed or not.
             return Ok(None);
         }
-        while !self.returned.is_empty() {
+        while self.gives_back() {
             self.give_back()?;
+            if self.faults.broken.is_some() {
+                return Err(StoreError::Rule("a full pool takes what frees room"));
+            }
             self.sync_now()?;
             self.end_fetches();
             self.pool()?.background(BACKGROUND_BYTES)?;
@@ -562,15 +544,15 @@ impl Storage for RealStorage {
         let of = |guid| pool.replica_stats(guid).unwrap_or_default();
         let guids = pool.replicas();
         let is_left = |guid: &&ReplicaGuid| **guid != emptied && !Neighbours::has(**guid);
-        let left = guids.iter().filter(is_left).map(|guid| of(*guid).allocated_bytes).sum();
+        let left: Vec<_> = guids.iter().filter(is_left).map(|guid| of(*guid)).collect();
         let replicas: Vec<_> = guids.into_iter().map(of).collect();
         Ok(Some(Space {
             unit_bytes: u64::from(unit_blocks) * BLOCK_SIZE as u64,
             used_bytes: stats.used_bytes,
             allocated_bytes: replicas.iter().map(|r| r.allocated_bytes).sum(),
             live_bytes: replicas.iter().map(|r| r.live_bytes).sum(),
-            replicas: replicas.len() as u64,
-            left_bytes: left,
+            replicas: (replicas.len() - left.len()) as u64,
+            left_bytes: left.iter().map(|r| r.allocated_bytes).sum(),
         }))
     }
 

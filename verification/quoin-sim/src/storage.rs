@@ -42,9 +42,9 @@ pub struct Space {
     pub allocated_bytes: u64,
     /// Bytes that a view of a replica needs.
     pub live_bytes: u64,
+    /// Replicas that were emptied.
     pub replicas: u64,
-    /// Of the allocated bytes, those of replicas that were not emptied: retired ones, and newcomers that
-    /// were taken back.
+    /// Of the allocated bytes, those of others: retired ones, and newcomers that were taken back.
     pub left_bytes: u64,
 }
 

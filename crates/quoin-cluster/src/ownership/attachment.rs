@@ -6,8 +6,8 @@
 //! cleanly. One node's target serves a volume at a time; other nodes may share it over the network
 //! ([`sharing`]).
 //!
-//! A volume that one node has is not given to another one, unless nobody has heard of the first one
-//! for its time-out ([`crate::ownership::liveness`]). Then it is taken over at a higher epoch.
+//! The node of an attachment keeps its volume until it counts as lost: its time-out has passed without a
+//! sign of life ([`crate::ownership::liveness`]). Another node then takes the volume over at a higher epoch.
 
 use quoin_types::Term;
 

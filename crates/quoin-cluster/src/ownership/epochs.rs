@@ -219,18 +219,23 @@ mod tests {
         newcomer.phase = ReplicaPhase::Keep;
         volume.replicas.push(newcomer);
         let old = std::mem::replace(&mut known[0].guid, ReplicaGuid(guid));
-        let MembershipRecord { version, rf, cf, .. } = volume.membership;
-        let asked = MembershipSwap {
+        let MembershipRecord { rf, cf, .. } = volume.membership;
+        let asked = asked(volume, rf, cf, known);
+        swap(volume, &asked).map(|_| old)
+    }
+
+    /// Swap that the volume's target asks for.
+    fn asked(volume: &VolumeRecord, rf: u8, cf: u8, known: Vec<Member>) -> MembershipSwap {
+        MembershipSwap {
             volume: volume.id.0,
             node: "node-1".to_owned(),
             epoch: Epoch(volume.opened.epoch),
             incarnation: Incarnation(volume.opened.incarnation.0.0),
-            version,
+            version: volume.membership.version,
             rf,
             cf,
             known,
-        };
-        swap(volume, &asked).map(|_| old)
+        }
     }
 
     /// A follower has no place after the removal, and no other rule would discard it.
@@ -243,17 +248,7 @@ mod tests {
         (follower.guid, follower.phase) = (Text(ReplicaGuid(0x333)), ReplicaPhase::Keep);
         volume.replicas[at].leaving = true;
         volume.replicas.push(follower);
-        let MembershipRecord { version, .. } = volume.membership;
-        let asked = MembershipSwap {
-            volume: volume.id.0,
-            node: "node-1".to_owned(),
-            epoch: Epoch(volume.opened.epoch),
-            incarnation: Incarnation(volume.opened.incarnation.0.0),
-            version,
-            rf: 2,
-            cf: 2,
-            known: known[..2].to_vec(),
-        };
+        let asked = asked(&volume, 2, 2, known[..2].to_vec());
         swap(&mut volume, &asked).unwrap();
         assert!(volume.replicas.iter().all(|r| r.id.0 != known[2].id), "{:?}", volume.replicas);
         for guid in [known[2].guid, ReplicaGuid(0x333)] {

@@ -1,4 +1,4 @@
-//! Targets of volumes that nobody has attached: one is lent for as long as there is work for it.
+//! Targets of detached volumes: one is lent for as long as there is work for it.
 
 use crate::records::VolumeRecord;
 

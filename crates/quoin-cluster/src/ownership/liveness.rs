@@ -1,12 +1,12 @@
 //! Signs of life of a node's target: by its reports, and by what the volume's pools hear.
 //!
-//! A volume is taken from a node only after nobody has heard of it for the node's time-out. The
+//! A node loses its volume only when its time-out has passed without a sign of life. The
 //! controller's own connection proves little: where it alone is cut, the target serves on with its
 //! pools. So the pools are asked too: a pool says of each replica whether a target's lease lives.
 //! As many pools as another target needs to open the volume must say that none does, and have said so
 //! for the time-out. A target that those do not hear serves nothing, as it has no quorum without one of
-//! them; so what other pools say then stops nothing, and is told: such a pool has it wrong, or its link
-//! to the target alone is whole.
+//! them. A lease that other pools report then stops nothing, and is an event: such a pool is mistaken, or
+//! its link to the target alone is whole.
 
 use std::time::Duration;
 

@@ -9,9 +9,9 @@
 //! | whose grants are taken back, and when | [`fencing`] |
 //! | which node has the volume | [`attachment`], beside whom [`sharing`], as the first one [`replay`] |
 //! | when a node counts as lost | [`liveness`] |
-//! | where the target of a shared volume goes, and of one that nobody has | [`failover`], [`lending`] |
+//! | failover of a shared volume's target, and the lent target of a detached volume | [`failover`], [`lending`] |
 //! | whether a node uses the volume | [`devices`] |
-//! | which replicas come and leave, and what a target is told of them | [`replicas`] |
+//! | replicas that join and leave, and the orders for them to a target | [`replicas`] |
 //! | what becomes of replicas that pools made, lost or deleted | [`lifecycle`] |
 //! | whether a volume may go on with the replicas that are left | [`recovery`] |
 //! | what follows from any change | [`change`] |

@@ -67,6 +67,9 @@ impl World {
         let known = self.targets[home].process.as_ref().map_or(0, |p| p.known_blocks);
         if draft.range().is_some_and(|(first, count)| first + count > known * SECTORS as u64) {
             self.clients.quiesce.given_back(draft);
+            if self.control.record.owner == home {
+                self.send_size_to(home);
+            }
             self.next_turn(queue, 50 * MILLISECOND);
             return self.move_client(queue);
         }

@@ -57,6 +57,17 @@ impl World {
         self.plan_growth();
     }
 
+    /// A target has the size that the records have, from its grant or by this: also one that ran as
+    /// another was the owner, and becomes it.
+    pub(crate) fn send_size_to(&mut self, target: usize) {
+        let blocks = self.setup.config.volume_blocks;
+        let there = &mut self.targets[target];
+        if let Some(process) = there.process.as_mut().filter(|_| !there.paused) {
+            process.known_blocks = blocks;
+            self.feed_target(target, vec![PrimaryEvent::Resize { blocks }]);
+        }
+    }
+
     /// Sends the size to the owner's target until it has it; then the clients learn of it.
     pub(crate) fn send_size(&mut self) {
         let blocks = self.setup.config.volume_blocks;
@@ -64,12 +75,7 @@ impl World {
             return;
         }
         let owner = self.control.record.owner;
-        if self.targets[owner].process.is_some() && !self.targets[owner].paused {
-            if let Some(process) = &mut self.targets[owner].process {
-                process.known_blocks = blocks;
-            }
-            self.feed_target(owner, vec![PrimaryEvent::Resize { blocks }]);
-        }
+        self.send_size_to(owner);
         let process = self.targets[owner].process.as_ref();
         let has = process.filter(|p| p.serving.is_some()).map(|p| p.target.status().volume_blocks);
         if has.is_some_and(|has| has >= blocks) {

@@ -168,7 +168,7 @@ impl World {
                 return;
             }
             Stage::Empty if waited < PARKED_MAX => {}
-            _ if waited > self.stage_max() => {
+            _ if waited > self.stage_max(stage) => {
                 let why = match stage {
                     Stage::Recovering => self.recovered().err(),
                     Stage::Quiet => self.at_rest().err(),
@@ -190,9 +190,11 @@ impl World {
         self.schedule.after(100 * MILLISECOND, Event::CheckQuiesce);
     }
 
-    /// Simulated time that a stage may take.
-    fn stage_max(&self) -> u64 {
-        match self.setup.is_cold() {
+    /// Simulated time that a stage may take: more where all of a volume is copied, or compared, from cold
+    /// disks.
+    fn stage_max(&self, stage: Stage) -> u64 {
+        let reads_all = matches!(stage, Stage::Recovering | Stage::Verifying);
+        match reads_all && self.setup.is_cold() {
             true => RECOVERY_MAX.max(self.setup.volume_blocks * SECOND / COLD_BLOCKS_PER_SECOND),
             false => RECOVERY_MAX,
         }
