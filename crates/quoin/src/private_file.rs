@@ -112,11 +112,7 @@ mod tests {
         ("quoin-attach/src/created.rs", 3, "run/attach, and the kernel's uevent"),
         ("quoin-attach/src/daemon.rs", 1, "run/attach"),
         ("quoin-attach/src/fuse/mount.rs", 1, "run/attach/volumes"),
-        (
-            "quoin-control/src/state/store/embedded.rs",
-            2,
-            "the controller's data, mode 0600, and a test's",
-        ),
+        ("quoin-control/src/state/store/embedded.rs", 1, "the controller's data, mode 0600"),
         ("quoin-control/src/state/store/embedded/outages.rs", 1, "a test's own"),
         ("quoin-identity/src/terms.rs", 1, "the identity, mode 0700"),
         ("quoin-node/src/format.rs", 1, "the node's state"),
