@@ -9,7 +9,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{FetchTicket, IoFault, StoreError, SyncTicket};
 use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, SnapshotId, mutant};
 
-use crate::background::recount::Recount;
+use crate::background::recount::{BlockOf, Recount};
 use crate::clones::bases::Bases;
 use crate::disk::Disk;
 use crate::disk::fetch::{Fetches, Key, Looked, Stretch, believes_a_former_use};
@@ -712,8 +712,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             let bytes = BLOCK_SIZE as u64;
             let held = self.family.sub_live(self.core, place, bytes);
             if let (Some((unit, block)), Some(recount)) = (held, &mut self.recount) {
-                // A moved block, which is not looked up, is taken for counted.
-                let block = block.unwrap_or(0);
+                let block = block.map_or(BlockOf::Moved(place), BlockOf::At);
                 recount.counter_lowered(unit, block, bytes);
                 recount.gone(unit, block, lba, version, bytes);
             }
@@ -725,6 +724,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
             let held = self.family.sub_live(self.core, block, bytes);
             if let (Some((unit, _)), Some(recount)) = (held, &mut self.recount) {
+                let block = BlockOf::At(block);
                 recount.counter_lowered(unit, block, bytes);
                 // Nodes above the leaves are not counted.
                 match self.tree {

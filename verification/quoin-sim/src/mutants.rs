@@ -220,6 +220,7 @@ pub const ALL: &[Defect] = &[
     store("clean-up-follows-itself", Swarm::Pressure),
     store("count-forgotten-at-a-flip", Swarm::Pressure),
     store("open-segments-not-counted", Swarm::Pressure),
+    store("moved-beside-a-count-is-counted", Swarm::ManyVolumes),
     store("failed-record-not-told", Swarm::PowerCuts),
     store("fold-in-one-step", Swarm::Pressure),
     store("fold-goes-on-behind-where-it-stopped", Swarm::Pressure),

@@ -448,6 +448,9 @@ fn move_blocks<D: Disk>(
             let unit = unit.and_then(|unit| replica.family.segments.containing(unit));
             if let Some(unit) = unit {
                 logical::note_move(replica, core, job_moves, from.name, unit);
+                if let Some(count) = &mut replica.maintenance.count.job {
+                    count.moved(from.name, unit);
+                }
             }
             named.push((from.name, to, from.crc));
             continue;

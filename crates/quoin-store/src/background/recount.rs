@@ -72,6 +72,26 @@ struct OpenPart {
     end: u64,
     /// The segment's counter for this part, kept like the counter.
     counter: u64,
+    /// Logical blocks that were moved here since, which are not of this part.
+    moved_since: BTreeSet<u64>,
+}
+
+/// A block of a segment, as it is known without a look at the map of moved blocks.
+#[derive(Clone, Copy)]
+pub enum BlockOf {
+    /// It lies in this block of the pool.
+    At(u64),
+    /// It was moved, and this place names it.
+    Moved(u64),
+}
+
+impl OpenPart {
+    fn has(&self, block: BlockOf) -> bool {
+        match block {
+            BlockOf::At(block) => block < self.end,
+            BlockOf::Moved(place) => !self.moved_since.contains(&place),
+        }
+    }
 }
 
 /// The need to count the live bytes of a replica's segments anew.
@@ -113,20 +133,29 @@ impl LiveCount {
 
 impl Recount {
     /// The counter of this segment went down by so many bytes, which begin in this block.
-    pub fn counter_lowered(&mut self, unit: u32, block: u64, bytes: u64) {
-        if let Some(part) = self.open.get_mut(&unit).filter(|part| block < part.end) {
+    pub fn counter_lowered(&mut self, unit: u32, block: BlockOf, bytes: u64) {
+        if let Some(part) = self.open.get_mut(&unit).filter(|part| part.has(block)) {
             part.counter = part.counter.saturating_sub(bytes);
         }
     }
 
     /// Whether a block of this segment is counted: not if it was written since the count began.
-    fn counts(&self, unit: u32, block: u64) -> bool {
-        self.open.get(&unit).is_none_or(|part| block < part.end)
+    fn counts(&self, unit: u32, block: BlockOf) -> bool {
+        self.open.get(&unit).is_none_or(|part| part.has(block))
+    }
+
+    /// Clean-up moved what this place names to this segment.
+    pub fn moved(&mut self, place: u64, unit: u32) {
+        if let Some(part) = self.open.get_mut(&unit)
+            && !mutant::is("moved-beside-a-count-is-counted")
+        {
+            part.moved_since.insert(place);
+        }
     }
 
     /// Bytes of this segment, which begin in this block and held this version at this LBA, are no
     /// longer part of the live map.
-    pub fn gone(&mut self, unit: u32, block: u64, lba: u64, version: u64, bytes: u64) {
+    pub fn gone(&mut self, unit: u32, block: BlockOf, lba: u64, version: u64, bytes: u64) {
         if !self.counts(unit, block) {
             return;
         }
@@ -141,7 +170,7 @@ impl Recount {
     }
 
     /// This leaf of a tree beside the maps, from `base` on, was replaced.
-    pub fn gone_beside(&mut self, tree: Tree, unit: u32, block: u64, base: u64, bytes: u64) {
+    pub fn gone_beside(&mut self, tree: Tree, unit: u32, block: BlockOf, base: u64, bytes: u64) {
         let cursor = match tree {
             Tree::Logical => self.logical_cursor,
             _ => self.table_cursor,
@@ -239,7 +268,7 @@ fn open_parts<D: Disk>(replica: &Replica, core: &Core<D>) -> BTreeMap<u32, OpenP
         |state: &&SegmentState| !unfolded_log(replica).any(|log| log.unit == state.unit);
     let parts = open.filter(is_folded).map(|state| {
         let end = core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
-        (state.unit, OpenPart { end, counter: state.live_bytes })
+        (state.unit, OpenPart { end, counter: state.live_bytes, moved_since: BTreeSet::new() })
     });
     parts.collect()
 }
@@ -344,7 +373,9 @@ fn count_part<D: Disk>(
     let Node::Leaf(leaf) = &*loaded else { return Ok(Counted::Part) };
     let mut count = |place: u64, bytes: u64| {
         let held = replica.family.holder_of(core, place);
-        let counts = |(unit, block): &(u32, Option<u64>)| job.counts(*unit, block.unwrap_or(0));
+        let counts = |(unit, block): &(u32, Option<u64>)| {
+            job.counts(*unit, block.map_or(BlockOf::Moved(place), BlockOf::At))
+        };
         if let Some((unit, _)) = held.filter(counts) {
             *job.live.entry(unit).or_default() += bytes;
         }
@@ -390,7 +421,7 @@ fn count_node<D: Disk>(replica: &Replica, core: &Core<D>, job: &mut Recount, par
     let Part::Leaf { node, .. } = part else { return };
     let block = node.place / BLOCK_SIZE as u64;
     let held = replica.family.holder_of(core, block);
-    if let Some((unit, _)) = held.filter(|(unit, _)| job.counts(*unit, block)) {
+    if let Some((unit, _)) = held.filter(|(unit, _)| job.counts(*unit, BlockOf::At(block))) {
         *job.live.entry(unit).or_default() += u64::from(node.length);
     }
 }

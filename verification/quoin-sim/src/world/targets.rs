@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use quoin_replication::primary::{
-    Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, TIMER_DELAY_MIN,
+    Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, ReplicaStatus,
+    TIMER_DELAY_MIN,
 };
 use quoin_replication::target_host::orders::Orders;
 use quoin_replication::target_host::round::Round;
@@ -14,7 +15,7 @@ use quoin_types::{
     BulkKey, EntryKind, Epoch, Incarnation, Member, Membership, Position, SessionKey, Time,
 };
 
-use super::checkers::Observation;
+use super::checkers::{LostInBatch, Observation};
 use super::connections::{Name, name};
 use super::limits::Limited;
 use super::{Event, World, brief};
@@ -68,6 +69,20 @@ impl Process {
     /// Its round stands still.
     pub fn is_stalled(&self) -> bool {
         self.stalled.is_some()
+    }
+
+    /// How far the counted replicas are before this action of its batch.
+    fn counted_before(&self, before: usize) -> Vec<LostInBatch> {
+        let (committed, _) = self.target.reach();
+        let mut replicas = self.target.status().replicas;
+        replicas.retain(|replica| replica.standing == ReplicaStanding::InSync);
+        let lost = |replica: &ReplicaStatus| LostInBatch {
+            before,
+            member: replica.member,
+            applied: replica.applied,
+            committed,
+        };
+        replicas.iter().map(lost).collect()
     }
 
     pub(super) fn has_session(&self, session: SessionKey) -> bool {
@@ -163,13 +178,16 @@ impl World {
         let mut lost = Vec::new();
         for event in events {
             if ends_a_session(&event) {
-                let replicas = process.target.status().replicas;
-                let counted = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
-                lost.extend(counted.map(|r| (actions.len(), r.member, r.applied)));
+                lost.extend(process.counted_before(actions.len()));
             }
             process.target.on(round.at(now), event, &mut actions);
         }
+        // Here what all events brought is committed, and sessions end whose peers are silent for too
+        // long.
+        let at_end = process.counted_before(actions.len());
         process.target.flush(round.at(now), &mut actions);
+        let (committed, _) = process.target.reach();
+        lost.extend(at_end.into_iter().map(|lost| LostInBatch { committed, ..lost }));
         let dropped = |action: &PrimaryAction| match action {
             PrimaryAction::Note(PrimaryNote::Dropped { member, .. }) => Some(*member),
             _ => None,

@@ -8,7 +8,7 @@ use quoin_replication::primary::{OnFull, OnQuorumLoss, ReadMode, ReplicaStanding
 use quoin_types::block::BlockError;
 use quoin_types::{Durability as Promise, Epoch, Lsn, Member};
 
-use super::{Broken, Checker, Observation, Scene, broken};
+use super::{Broken, Checker, LostInBatch, Observation, Scene, broken};
 use crate::content::{self, SECTOR, SECTORS, Tag};
 use crate::history::{Op, blocks_of};
 use crate::lineage::{Path, Seen};
@@ -30,8 +30,10 @@ pub(crate) struct Durability {
     tails_lost: u64,
     /// Whom the target that acts drops further on in its batch.
     yet_to_drop: Vec<Member>,
-    /// How far counted replicas were as sessions ended in the batch, and before which of its actions.
-    lost_in_batch: Vec<(usize, Member, Lsn)>,
+    /// How far counted replicas were as sessions ended in the batch.
+    lost_in_batch: Vec<LostInBatch>,
+    /// The action of the batch that is done.
+    action: usize,
 }
 
 /// Reasons for which an entry must be in every later history.
@@ -62,7 +64,7 @@ impl Checker for Durability {
                 Ok(())
             }
             Observation::ActionBegins { index } => {
-                self.lost_in_batch.retain(|(at, ..)| index < *at);
+                self.action = index;
                 Ok(())
             }
             Observation::Dropped { member } => {
@@ -427,14 +429,18 @@ impl Durability {
         // A member that is dropped after a reply, in the same batch, was counted for it.
         let replicas = process.target.status().replicas;
         let held = |r: &&ReplicaStatus| self.yet_to_drop.contains(&r.member) && r.applied >= lsn;
-        // So was one whose session ends later in the batch.
+        // So was one whose session ends later in the batch, and one whose session ended after the
+        // entry was committed: what a batch commits is answered at its end.
         let is_counted = |m: &Member| {
             replicas.iter().any(|r| r.member == *m && r.standing == ReplicaStanding::InSync)
         };
-        let lost = self.lost_in_batch.iter().filter(|(_, member, applied)| {
-            *applied >= lsn && !is_counted(member) && !self.yet_to_drop.contains(member)
+        let lost = self.lost_in_batch.iter().filter(|lost| {
+            (self.action < lost.before || lsn <= lost.committed)
+                && lost.applied >= lsn
+                && !is_counted(&lost.member)
+                && !self.yet_to_drop.contains(&lost.member)
         });
-        let lost: BTreeSet<Member> = lost.map(|(_, member, _)| *member).collect();
+        let lost: BTreeSet<Member> = lost.map(|lost| lost.member).collect();
         let holders =
             process.target.holders(lsn) + replicas.iter().filter(held).count() + lost.len();
         if flushed && lsn > stable {

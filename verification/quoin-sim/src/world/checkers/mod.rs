@@ -39,6 +39,17 @@ use crate::stats::Violation;
 /// A connection of a pool: its session, and its number if it is a bulk connection.
 pub(crate) type Connected = (SessionKey, Option<u64>);
 
+/// A counted replica before sessions ended in a target's batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LostInBatch {
+    /// The number of the batch's actions that came before.
+    pub before: usize,
+    pub member: Member,
+    pub applied: Lsn,
+    /// What was committed by then.
+    pub committed: Lsn,
+}
+
 /// Something that happened, shown to the checkers before the world continues.
 #[derive(Debug)]
 pub(crate) enum Observation<'a> {
@@ -124,10 +135,10 @@ pub(crate) enum Observation<'a> {
         message: &'a FromReplica,
     },
     /// A target has done what a batch of events asks for. Before: whom it drops in the batch, and
-    /// how far counted replicas were as sessions ended in it, before which of its actions.
+    /// how far counted replicas were before sessions ended in it.
     BatchBegins {
         dropped: Vec<Member>,
-        lost: Vec<(usize, Member, Lsn)>,
+        lost: Vec<LostInBatch>,
     },
     ActionBegins {
         index: usize,
