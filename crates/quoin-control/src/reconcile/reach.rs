@@ -5,7 +5,6 @@
 //! it before it was reached. The controller dials each pool; a target's word that it has a
 //! connection counts as well, since the controller may be the one that a firewall keeps out.
 
-use crate::state::reach::Turn;
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -20,6 +19,7 @@ use crate::fields::is_address;
 use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
+use crate::state::reach::Turn;
 
 /// A connection and its handshake.
 const DIAL_MAX: Duration = Duration::from_secs(4);
@@ -181,49 +181,6 @@ pub(crate) fn pools_are_served<'a>(state: &State, pools: impl Iterator<Item = &'
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::reach::{FAILURES, Reach};
-
-    fn dialling() -> Reach {
-        Reach { dials: true, ..Reach::default() }
-    }
-
-    #[test]
-    fn a_pool_counts_once_it_was_reached_and_until_it_was_missed_several_times() {
-        let mut reach = dialling();
-        let now = Instant::now();
-        assert_eq!(reach.why_not("a", false), None, "nothing is known of it");
-        reach.told("a", "h1:7401");
-        assert!(reach.why_not("a", false).unwrap().contains("h1:7401"));
-        assert_eq!(reach.why_not("a", true), None, "the controller has just started");
-        assert!(reach.due(Instant::now(), |_| false).is_empty(), "it is away");
-        let due = reach.due(Instant::now(), |_| true);
-        assert_eq!(due, [("a".to_owned(), "h1:7401".to_owned())]);
-        assert!(reach.due(Instant::now(), |_| true).is_empty(), "one dial at a time");
-        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), now), None);
-        assert_eq!(reach.why_not("a", false), None);
-        for _ in 1..FAILURES {
-            assert_eq!(reach.dialled("a", "h1:7401", Err("refused".into()), now), None);
-            assert_eq!(reach.why_not("a", false), None);
-        }
-        let turn = reach.dialled("a", "h1:7401", Err("refused".into()), now);
-        let why = "it cannot be reached at h1:7401: refused";
-        assert_eq!(turn, Some(Turn::Unreachable(why.into())));
-        assert_eq!(reach.why_not("a", true), Some(why));
-        assert_eq!(reach.dialled("a", "h1:7401", Err("refused".into()), now), None, "told once");
-        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), now), Some(Turn::Reached));
-    }
-
-    #[test]
-    fn a_pool_that_was_never_reached_is_unreachable_at_the_first_failure() {
-        let mut reach = dialling();
-        reach.told("a", "h1:7401");
-        let turn = reach.dialled("a", "h1:7401", Err("refused".into()), Instant::now());
-        assert!(matches!(turn, Some(Turn::Unreachable(_))));
-        // The answer of an address that it has left does not count.
-        reach.told("a", "h2:7401");
-        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), Instant::now()), None);
-        assert!(reach.why_not("a", false).unwrap().contains("h2:7401"));
-    }
 
     #[test]
     fn one_odd_member_of_a_cluster_on_loopback_makes_it_none_of_several_hosts() {
@@ -231,20 +188,6 @@ mod tests {
         assert!(!several(&[]) && !several(&[false, false]));
         assert!(!several(&[true, false]) && !several(&[false, true, false]));
         assert!(several(&[true]) && several(&[true, true, false]));
-    }
-
-    #[test]
-    fn a_targets_connection_counts_where_the_controller_is_kept_out() {
-        let mut reach = dialling();
-        reach.told("a", "h1:7401");
-        reach.dialled("a", "h1:7401", Err("no answer".into()), Instant::now());
-        reach.served("a");
-        assert_eq!(reach.why_not("a", false), None);
-        for _ in 1..FAILURES {
-            reach.dialled("a", "h1:7401", Err("no answer".into()), Instant::now());
-            reach.served("a");
-        }
-        assert_eq!(reach.why_not("a", false), None);
     }
 
     #[test]

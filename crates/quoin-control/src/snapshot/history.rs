@@ -4,7 +4,6 @@
 //! part from a replica and answers by a call; nothing is recorded, and a caller that is gone takes its
 //! request along. Each part is bounded, and so is the number of those that wait.
 
-use crate::state::pulls::Pulls;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,6 +19,7 @@ use super::catalog::Snapshots;
 use super::measure::{Known, measured};
 use crate::Error;
 use crate::state::State;
+use crate::state::pulls::Asked;
 
 /// Time for which a part is waited for.
 const PART_TIME: Duration = Duration::from_secs(20);
@@ -31,18 +31,6 @@ const MEASURED_PARTS: usize = 16;
 const RANGES_MAX: usize = 1 << 15;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-
-/// A request that is forgotten with its caller.
-struct Asked<'a> {
-    pulls: &'a Pulls,
-    id: u64,
-}
-
-impl Drop for Asked<'_> {
-    fn drop(&mut self) {
-        self.pulls.take(self.id);
-    }
-}
 
 /// Content of snapshots, part by part.
 pub struct History {
@@ -303,38 +291,6 @@ mod tests {
 
     fn pull() -> PullPart {
         PullPart { cursor_block: 2, ..PullPart::default() }
-    }
-
-    #[test]
-    fn the_parts_that_wait_are_bounded_and_forgotten_with_their_callers() {
-        let pulls = Pulls::default();
-        let volume = VolumeId(7);
-        let asked: Vec<_> = (0..WAITING_OF_VOLUME_MAX)
-            .map(|_| pulls.begin(volume, pull()).map(|(id, _)| Asked { pulls: &pulls, id }))
-            .collect();
-        assert!(asked.iter().all(Result::is_ok));
-        assert!(matches!(pulls.begin(volume, pull()), Err(Error::Exhausted(_))));
-        assert!(pulls.begin(VolumeId(8), pull()).is_ok(), "another volume has its own share");
-        assert_eq!(pulls.commands(b"", |id| id == volume).len(), WAITING_OF_VOLUME_MAX);
-        drop(asked);
-        assert!(pulls.commands(b"", |id| id == volume).is_empty());
-        let now = Instant::now();
-        assert!(pulls.reads(volume, now), "its target is kept for a moment");
-        assert!(!pulls.reads(volume, now + KEPT_FOR));
-    }
-
-    #[test]
-    fn an_answer_reaches_the_caller_that_asked_and_no_other_volume_s_target_gives_it() {
-        let pulls = Pulls::default();
-        let (id, mut answered) = pulls.begin(VolumeId(7), pull()).unwrap();
-        let part = |id: u64| PulledPart { id: format!("{id:016x}"), ..PulledPart::default() };
-        pulls.answered(VolumeId(8), part(id));
-        pulls.answered(VolumeId(7), part(id ^ 1));
-        pulls.answered(VolumeId(7), PulledPart { id: "no hex".into(), ..PulledPart::default() });
-        assert!(answered.try_recv().is_err());
-        pulls.answered(VolumeId(7), part(id));
-        assert!(answered.try_recv().is_ok());
-        pulls.answered(VolumeId(7), part(id));
     }
 
     #[test]

@@ -18,8 +18,9 @@ const WAITING_MAX: usize = 32;
 const WAITING_OF_VOLUME_MAX: usize = 8;
 /// A target that was lent to a volume for its snapshots is kept so long after the last part.
 const KEPT_FOR: Duration = Duration::from_secs(10);
+
 /// A part that a target is to read.
-pub(crate) struct Waiting {
+struct Waiting {
     volume: VolumeId,
     pull: PullPart,
     answer: oneshot::Sender<PulledPart>,
@@ -83,7 +84,7 @@ impl Pulls {
         Ok((id, answered))
     }
 
-    pub fn take(&self, id: u64) -> Option<Waiting> {
+    fn take(&self, id: u64) -> Option<Waiting> {
         self.lock().waiting.remove(&id)
     }
 
@@ -118,5 +119,58 @@ impl Pulls {
             // The caller may have left just now.
             let _ = waiting.answer.send(part);
         }
+    }
+}
+
+/// A request that is forgotten with its caller.
+pub(crate) struct Asked<'a> {
+    pub pulls: &'a Pulls,
+    pub id: u64,
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        self.pulls.take(self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pull() -> PullPart {
+        PullPart { cursor_block: 2, ..PullPart::default() }
+    }
+
+    #[test]
+    fn the_parts_that_wait_are_bounded_and_forgotten_with_their_callers() {
+        let pulls = Pulls::default();
+        let volume = VolumeId(7);
+        let asked: Vec<_> = (0..WAITING_OF_VOLUME_MAX)
+            .map(|_| pulls.begin(volume, pull()).map(|(id, _)| Asked { pulls: &pulls, id }))
+            .collect();
+        assert!(asked.iter().all(Result::is_ok));
+        assert!(matches!(pulls.begin(volume, pull()), Err(Error::Exhausted(_))));
+        assert!(pulls.begin(VolumeId(8), pull()).is_ok(), "another volume has its own share");
+        assert_eq!(pulls.commands(b"", |id| id == volume).len(), WAITING_OF_VOLUME_MAX);
+        drop(asked);
+        assert!(pulls.commands(b"", |id| id == volume).is_empty());
+        let now = Instant::now();
+        assert!(pulls.reads(volume, now), "its target is kept for a moment");
+        assert!(!pulls.reads(volume, now + KEPT_FOR));
+    }
+
+    #[test]
+    fn an_answer_reaches_the_caller_that_asked_and_no_other_volume_s_target_gives_it() {
+        let pulls = Pulls::default();
+        let (id, mut answered) = pulls.begin(VolumeId(7), pull()).unwrap();
+        let part = |id: u64| PulledPart { id: format!("{id:016x}"), ..PulledPart::default() };
+        pulls.answered(VolumeId(8), part(id));
+        pulls.answered(VolumeId(7), part(id ^ 1));
+        pulls.answered(VolumeId(7), PulledPart { id: "no hex".into(), ..PulledPart::default() });
+        assert!(answered.try_recv().is_err());
+        pulls.answered(VolumeId(7), part(id));
+        assert!(answered.try_recv().is_ok());
+        pulls.answered(VolumeId(7), part(id));
     }
 }

@@ -8,11 +8,12 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// Time until a pool that was reached is dialled again; one that was not is dialled again sooner.
-pub(crate) const AGAIN: Duration = Duration::from_secs(60);
-pub(crate) const RETRY: Duration = Duration::from_secs(2);
+const AGAIN: Duration = Duration::from_secs(60);
+const RETRY: Duration = Duration::from_secs(2);
 /// Failures in a row by which a pool that was reached counts as unreachable: so many that one that
 /// died is offline before.
-pub(crate) const FAILURES: u32 = 5;
+const FAILURES: u32 = 5;
+
 /// How one pool stands.
 #[derive(Clone, Debug)]
 struct Standing {
@@ -132,5 +133,66 @@ impl Reach {
                 (before != Some(false)).then(|| Turn::Unreachable(known.why.clone()))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dialling() -> Reach {
+        Reach { dials: true, ..Reach::default() }
+    }
+
+    #[test]
+    fn a_pool_counts_once_it_was_reached_and_until_it_was_missed_several_times() {
+        let mut reach = dialling();
+        let now = Instant::now();
+        assert_eq!(reach.why_not("a", false), None, "nothing is known of it");
+        reach.told("a", "h1:7401");
+        assert!(reach.why_not("a", false).unwrap().contains("h1:7401"));
+        assert_eq!(reach.why_not("a", true), None, "the controller has just started");
+        assert!(reach.due(Instant::now(), |_| false).is_empty(), "it is away");
+        let due = reach.due(Instant::now(), |_| true);
+        assert_eq!(due, [("a".to_owned(), "h1:7401".to_owned())]);
+        assert!(reach.due(Instant::now(), |_| true).is_empty(), "one dial at a time");
+        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), now), None);
+        assert_eq!(reach.why_not("a", false), None);
+        for _ in 1..FAILURES {
+            assert_eq!(reach.dialled("a", "h1:7401", Err("refused".into()), now), None);
+            assert_eq!(reach.why_not("a", false), None);
+        }
+        let turn = reach.dialled("a", "h1:7401", Err("refused".into()), now);
+        let why = "it cannot be reached at h1:7401: refused";
+        assert_eq!(turn, Some(Turn::Unreachable(why.into())));
+        assert_eq!(reach.why_not("a", true), Some(why));
+        assert_eq!(reach.dialled("a", "h1:7401", Err("refused".into()), now), None, "told once");
+        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), now), Some(Turn::Reached));
+    }
+
+    #[test]
+    fn a_pool_that_was_never_reached_is_unreachable_at_the_first_failure() {
+        let mut reach = dialling();
+        reach.told("a", "h1:7401");
+        let turn = reach.dialled("a", "h1:7401", Err("refused".into()), Instant::now());
+        assert!(matches!(turn, Some(Turn::Unreachable(_))));
+        // The answer of an address that it has left does not count.
+        reach.told("a", "h2:7401");
+        assert_eq!(reach.dialled("a", "h1:7401", Ok(()), Instant::now()), None);
+        assert!(reach.why_not("a", false).unwrap().contains("h2:7401"));
+    }
+
+    #[test]
+    fn a_targets_connection_counts_where_the_controller_is_kept_out() {
+        let mut reach = dialling();
+        reach.told("a", "h1:7401");
+        reach.dialled("a", "h1:7401", Err("no answer".into()), Instant::now());
+        reach.served("a");
+        assert_eq!(reach.why_not("a", false), None);
+        for _ in 1..FAILURES {
+            reach.dialled("a", "h1:7401", Err("no answer".into()), Instant::now());
+            reach.served("a");
+        }
+        assert_eq!(reach.why_not("a", false), None);
     }
 }
