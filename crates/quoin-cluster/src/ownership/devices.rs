@@ -73,9 +73,9 @@ pub fn check_unused(
         )));
     }
     // A node that cannot have opened the volume has nothing of it in its caches, unless it reaches it
-    // at another one, or was cut off with what it has.
-    let was_cut = volume.grants.fenced_at_once && was_opened_by(volume, on);
-    let is_cut = was_cut && !mutant::is("node-that-was-cut-off-detached");
+    // at another one, or has what it opened before its grant was taken back: it was cut off, or was
+    // detached just as a program opened the device, and attached once more.
+    let is_cut = was_opened_by(volume, on) && !mutant::is("node-that-was-cut-off-detached");
     if !volume.may_be_held_by(on) && !volume.used.is_shared() && !is_cut {
         return Ok(());
     }
@@ -106,6 +106,7 @@ mod tests {
 
     use super::*;
     use crate::ownership::fencing;
+    use crate::ownership::grants::fence;
 
     /// Its caches have what it wrote, and it may come back with them.
     #[test]
@@ -119,8 +120,12 @@ mod tests {
         let refused =
             |volume: &VolumeRecord| check_unused(volume, "node-1", reports, after, now).is_err();
         assert!(refused(&volume), "it has the grant");
+        let mut detached = volume.clone();
         fencing::of_node(&mut volume, "node-1", false, Term::default()).unwrap();
         assert!(!volume.may_be_held_by("node-1") && refused(&volume));
+        // Detached, and attached again: the same use goes on before it is opened.
+        fence(&mut detached, false, Term::default()).unwrap();
+        assert!(!detached.may_be_held_by("node-1") && refused(&detached));
         // Attached for a use of its own that never began.
         volume.used.begin("node-2", volume.opened.epoch + 1);
         volume.attachments[0].node = "node-2".to_owned();
