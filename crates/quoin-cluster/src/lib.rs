@@ -11,7 +11,9 @@
 
 pub mod ownership;
 pub mod records;
+pub mod records_rebuild;
 pub mod refusal;
+pub mod tokens;
 pub mod wall_clock;
 
 pub use refusal::Refusal;

@@ -4,7 +4,6 @@
 //! ([`crate::reconcile`]).
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use quoin_identity::{Authority, Identity};
 
@@ -12,37 +11,11 @@ use crate::Error;
 use crate::api::assignments::Assignments;
 use crate::api::reports::Reports;
 use crate::membership::removal::Removals;
-use crate::reconcile::dying::{DyingLimits, DyingPolicy};
+use crate::settings::Settings;
 use crate::state::State;
 use crate::state::store::Store;
 use crate::status::Status;
-use crate::volume::policy::{RebalanceAt, ReplaceAfter};
-use crate::volume::spec::Defaults;
 use crate::{disaster, membership, reconcile, snapshot, volume};
-
-/// Settings of a controller, fixed at its start.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    pub defaults: Defaults,
-    /// "authenticate" or "encrypt".
-    pub data_security: String,
-    /// Time without a report after which a pool or node is offline.
-    pub offline_after: Duration,
-    /// Time for which nobody may have heard of a node before its volumes are taken from it.
-    pub node_timeout: Duration,
-    /// Time after which a missing replica is replaced, for volumes without their own setting.
-    pub replace_after: ReplaceAfter,
-    /// Rebuilds into one pool at a time, counting only those that no user requested.
-    pub heals_per_pool: u32,
-    /// Action on pools whose disks are failing.
-    pub dying_pools: DyingPolicy,
-    /// Limits at which a pool's disk counts as failing.
-    pub dying_limits: DyingLimits,
-    /// Difference of the pools' used shares above which replicas move.
-    pub rebalance_at: RebalanceAt,
-    /// Most replicas that one volume may have.
-    pub replicas_max: u32,
-}
 
 /// State of a cluster, and the parts that work on it.
 pub struct Controller {

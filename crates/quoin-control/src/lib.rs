@@ -18,9 +18,13 @@ mod api;
 mod controller;
 mod disaster;
 mod error;
+mod fields;
+mod files;
 mod membership;
+mod messages;
 mod reconcile;
 mod run;
+mod settings;
 mod snapshot;
 mod state;
 mod status;
@@ -28,7 +32,7 @@ mod text;
 mod time;
 mod volume;
 
-pub use controller::{Controller, Settings};
+pub use controller::Controller;
 pub use disaster::recovery::LEASES_OVER_AFTER;
 pub use disaster::scheduled_backup::BackupSchedule;
 pub use disaster::{backup, kept_backups, salvage};
@@ -42,6 +46,7 @@ pub use run::{
     HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,
     run, serve,
 };
+pub use settings::Settings;
 pub use snapshot::history::check_part;
 pub use state::{events, store};
 pub use status::health;

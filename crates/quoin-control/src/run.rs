@@ -19,12 +19,15 @@ use tower::layer::layer_fn;
 
 use crate::Error;
 use crate::api::{Budgets, Gate, Services};
-use crate::controller::{Controller, Settings};
+use crate::controller::Controller;
 use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
+pub use crate::files::is_initialised;
+use crate::files::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
 use crate::reconcile::reach::Dialler;
 use crate::reconcile::work;
+use crate::settings::Settings;
 use crate::state::store::Embedded;
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
@@ -170,17 +173,8 @@ pub struct InitReport {
     pub records_lost: bool,
 }
 
-/// The cluster's authority, and its records, in a controller's directory.
-pub(crate) const AUTHORITY_FILE: &str = "authority.json";
-pub(crate) const RECORDS_FILE: &str = "records.redb";
-
 fn identity_dir(dir: &Path) -> PathBuf {
     dir.join("identity")
-}
-
-/// Returns true if `dir` holds a cluster: what [`init`] does last is there.
-pub fn is_initialised(dir: &Path) -> bool {
-    dir.join(RECORDS_FILE).exists()
 }
 
 /// Makes a cluster in `dir`: its id, its authority, the controller's certificate, empty records
@@ -234,24 +228,6 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
         controller.membership.members.create_join_token("", 0, "", false).await?;
     controller.state.events().flush().await?;
     Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
-}
-
-/// Refuses a directory with other contents than an unfinished cluster of [`init`].
-pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
-    const OWN: [&str; 3] = [AUTHORITY_FILE, "identity", RECORDS_FILE];
-    let entries = match std::fs::read_dir(dir) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        listed => listed.map_err(|source| Error::File { path: dir.to_owned(), source })?,
-    };
-    for entry in entries {
-        let entry = entry.map_err(|source| Error::File { path: dir.to_owned(), source })?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        // A copy that is written beside a file before it takes its name has a dot before that name.
-        if !OWN.iter().any(|own| name.trim_start_matches('.').starts_with(own)) {
-            return Err(Error::Foreign { path: dir.to_owned(), entry: name });
-        }
-    }
-    Ok(())
 }
 
 /// Takes a controller's directory from other users of the host, who might read what is written

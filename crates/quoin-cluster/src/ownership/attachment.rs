@@ -9,7 +9,7 @@
 //! The node of an attachment keeps its volume until it counts as lost: its time-out has passed without a
 //! sign of life ([`crate::ownership::liveness`]). Another node then takes the volume over at a higher epoch.
 
-use quoin_types::Term;
+use quoin_types::{Term, mutant};
 
 use crate::Refusal;
 use crate::ownership::grants::{fence, fence_last_writer};
@@ -144,7 +144,8 @@ pub fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Resul
         if !is_lent {
             fence(volume, false, term)?;
         }
-        let since_epoch = volume.opened.epoch + u64::from(!is_lent);
+        let is_another = !is_lent || mutant::is("use-begins-with-an-epoch-of-nobody");
+        let since_epoch = volume.opened.epoch + u64::from(is_another);
         match is_shared {
             true => volume.used.begin_shared(since_epoch),
             false => volume.used.begin(&publish.node, since_epoch),

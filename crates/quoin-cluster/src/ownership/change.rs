@@ -1,6 +1,6 @@
 //! Consequences of any change of a volume's record.
 
-use quoin_types::Term;
+use quoin_types::{Term, mutant};
 
 use crate::Refusal;
 use crate::ownership::grants::fence;
@@ -20,10 +20,14 @@ pub fn complete(
     is_confirmed: bool,
     term: Term,
 ) -> Result<(), Refusal> {
-    if before.opened.owner.is_some() && before.opened.owner != volume.opened.owner {
+    let loses = before.opened.owner.is_some() && before.opened.owner != volume.opened.owner;
+    let is_left = volume.opened.owner.is_none() && mutant::is("detached-and-not-taken-back");
+    if loses && !is_left {
         fence(volume, false, term)?;
     }
-    volume.membership.version += u64::from(is_confirmed && volume.takes_back(before));
+    let takes_back = is_confirmed && volume.takes_back(before);
+    let goes_on = takes_back && !mutant::is("newcomer-taken-back-without-a-version");
+    volume.membership.version += u64::from(goes_on);
     volume.generation += u64::from(volume.differs(before));
     Ok(())
 }

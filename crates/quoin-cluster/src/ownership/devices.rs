@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use quoin_types::{Time, VolumeId};
+use quoin_types::{Time, VolumeId, mutant};
 
 use crate::Refusal;
 use crate::records::VolumeRecord;
@@ -24,6 +24,12 @@ pub struct DeviceSeen {
 pub fn is_over(volume: &VolumeRecord, node: &str, made_for: u64) -> bool {
     let is_attached = volume.attachments.iter().any(|a| a.node == node);
     volume.used.is_over(node, made_for, volume.opened.epoch, is_attached)
+}
+
+/// Returns true if the present use of the volume is this node's, and the volume was opened in it.
+fn was_opened_by(volume: &VolumeRecord, node: &str) -> bool {
+    let since = volume.used.since_of(node);
+    since != 0 && volume.opened.epoch >= since
 }
 
 /// Reports of a node since the controller started.
@@ -67,8 +73,10 @@ pub fn check_unused(
         )));
     }
     // A node that cannot have opened the volume has nothing of it in its caches, unless it reaches it
-    // at another one.
-    if !volume.may_be_held_by(on) && !volume.used.is_shared() {
+    // at another one, or has what it opened before its grant was taken back: it was cut off, or was
+    // detached just as a program opened the device, and attached once more.
+    let is_cut = was_opened_by(volume, on) && !mutant::is("node-that-was-cut-off-detached");
+    if !volume.may_be_held_by(on) && !volume.used.is_shared() && !is_cut {
         return Ok(());
     }
     let since = |last: Option<Time>| match last {
@@ -77,6 +85,8 @@ pub fn check_unused(
     };
     let why = match (is_there, reports.devices_told) {
         (true, Some(told)) if now.since(told) < offline_after => return Ok(()),
+        (true, _) if mutant::is("unsaid-devices-taken-for-none") => return Ok(()),
+        (false, _) if mutant::is("silent-node-detached") => return Ok(()),
         (true, told) => format!(
             "node {on} has not said {} which devices it has (its attach process does not answer)",
             since(told)
@@ -88,4 +98,37 @@ pub fn check_unused(
          lose what they have not synced, and detach with --node {on} --force: from then on nothing \
          of that node reaches the volume"
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_types::Term;
+
+    use super::*;
+    use crate::ownership::fencing;
+    use crate::ownership::grants::fence;
+
+    /// Its caches have what it wrote, and it may come back with them.
+    #[test]
+    fn a_volume_is_not_detached_unasked_from_a_silent_node_that_was_cut_off_with_it() {
+        let mut volume = crate::records::recorded::volume();
+        volume.grants.holder = "node-1".to_owned();
+        volume.used.begin("node-1", volume.opened.epoch);
+        let reports =
+            NodeReports { is_online: false, last: None, devices_told: None, devices: &[] };
+        let (after, now) = (Duration::from_secs(3), Time::from_millis(1000));
+        let refused =
+            |volume: &VolumeRecord| check_unused(volume, "node-1", reports, after, now).is_err();
+        assert!(refused(&volume), "it has the grant");
+        let mut detached = volume.clone();
+        fencing::of_node(&mut volume, "node-1", false, Term::default()).unwrap();
+        assert!(!volume.may_be_held_by("node-1") && refused(&volume));
+        // Detached, and attached again: the same use goes on before it is opened.
+        fence(&mut detached, false, Term::default()).unwrap();
+        assert!(!detached.may_be_held_by("node-1") && refused(&detached));
+        // Attached for a use of its own that never began.
+        volume.used.begin("node-2", volume.opened.epoch + 1);
+        volume.attachments[0].node = "node-2".to_owned();
+        assert!(check_unused(&volume, "node-2", reports, after, now).is_ok());
+    }
 }

@@ -23,8 +23,9 @@ use tonic::{Request, Response, Status, Streaming, async_trait};
 
 use super::Services;
 use crate::Error;
-use crate::api::assignments::{NodeStream, PoolStream, spec};
-use crate::api::reports::id;
+use crate::api::assignments::{NodeStream, PoolStream};
+use crate::fields::id;
+use crate::messages::spec;
 use crate::state::changes::{Concern, News};
 
 /// For all that a pool keeps: a little longer than a pool takes for it.

@@ -3,12 +3,13 @@
 //! A stream sends its member the whole assignment first, and then only changes: the cost of a
 //! change, for the controller and on the wire, does not grow with the number of volumes.
 
+use crate::messages::{membership, spec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use quoin_api::control::{
     self as api, MemberKeys, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
-    ServedAt, Sharer, TargetAssignment, VolumeSpec,
+    ServedAt, Sharer, TargetAssignment,
 };
 use quoin_cluster::ownership::replicas;
 use quoin_cluster::records::{
@@ -16,7 +17,6 @@ use quoin_cluster::records::{
     VolumeRecord,
 };
 use quoin_identity::Role;
-use quoin_identity::convert::membership_message;
 use quoin_types::VolumeId;
 
 use crate::Error;
@@ -26,14 +26,6 @@ use crate::state::State;
 use crate::state::changes::News;
 use crate::volume::devices::Devices;
 use crate::volume::verification::Verifier;
-
-pub(crate) fn membership(record: &VolumeRecord) -> api::Membership {
-    membership_message(&(&record.membership).into())
-}
-
-pub(crate) fn spec(record: &VolumeRecord) -> VolumeSpec {
-    VolumeSpec { size_bytes: record.size_bytes, ..VolumeSpec::from(&record.spec) }
-}
 
 /// Replicas of a volume that a pool is to hold or to remove.
 fn replicas_of(volume: &VolumeRecord, pool: &str) -> Vec<ReplicaAssignment> {

@@ -16,8 +16,8 @@ use tonic::{Request, Response, Status, async_trait};
 
 use super::Services;
 use crate::Error;
-use crate::api::reports::id;
 use crate::disaster::salvage::RecoverRecords;
+use crate::fields::id;
 use crate::membership::members::token_id;
 use crate::reconcile::cordon::{Cordoning, Scope};
 use crate::snapshot::catalog::CUT_TIME;

@@ -1,7 +1,9 @@
 //! Reports of agents: hostile until checked, bounded, and never a command.
 
+#[cfg(test)]
+use crate::fields::TEXT_BYTES_MAX;
+use crate::fields::{id, is_address, sentence, short};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 
 use quoin_api::control::{
@@ -23,7 +25,7 @@ use crate::state::observed::{
 };
 use crate::state::{State, about};
 use crate::status::health::Conditions;
-use crate::text::{is_control, plain};
+use crate::text::plain;
 use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
@@ -33,29 +35,9 @@ use crate::{Error, reconcile, volume};
 /// Replicas in one pool, and so in one report.
 const REPLICAS_MAX: usize = 16_384;
 const EVENTS_MAX: usize = 64;
-const TEXT_BYTES_MAX: usize = 1024;
 const TOPOLOGY_MAX: usize = 64;
 /// Reason of the event of a block without any good copy.
 const BLOCK_LOST: &str = "BlockLost";
-
-/// Checks a word that is kept and shown as it is.
-pub(crate) fn short(field: &'static str, text: &str) -> Result<(), Error> {
-    if text.len() > TEXT_BYTES_MAX {
-        return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
-    }
-    if text.chars().any(is_control) {
-        return Err(Error::invalid(field, "no control characters, such as an end of a line"));
-    }
-    Ok(())
-}
-
-/// Returns a sentence as it is kept: of one line, since an error of a disk may have several.
-pub(crate) fn sentence(field: &'static str, text: &str) -> Result<String, Error> {
-    if text.len() > TEXT_BYTES_MAX {
-        return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
-    }
-    Ok(plain(text))
-}
 
 /// Checks an address: nothing, or a host's name or IP address, with or without a port.
 fn address(field: &'static str, text: &str) -> Result<(), Error> {
@@ -77,13 +59,6 @@ fn topology(given: &HashMap<String, String>) -> Result<BTreeMap<String, String>,
         short("topology", value)?;
     }
     Ok(given.clone().into_iter().collect())
-}
-
-pub(crate) fn id<T: std::str::FromStr>(field: &'static str, text: &str) -> Result<T, Error> {
-    if text.len() != 32 {
-        return Err(Error::invalid(field, "32 hex digits are needed"));
-    }
-    text.parse().map_err(|_| Error::invalid(field, "32 hex digits are needed"))
 }
 
 fn counts(pool: &PoolRecord) -> PoolCounts {
@@ -777,21 +752,6 @@ fn is_nbd_uri(text: &str) -> bool {
 /// See [`is_nbd_uri`]: file systems are made on the named device.
 fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
-}
-
-/// Returns true if the text is a host's name or IP address, with or without a port.
-pub(crate) fn is_address(text: &str) -> bool {
-    const NAME_BYTES_MAX: usize = 253;
-    if text.parse::<IpAddr>().is_ok() || text.parse::<SocketAddr>().is_ok() {
-        return true;
-    }
-    let (host, port) = text.rsplit_once(':').map_or((text, None), |(h, p)| (h, Some(p)));
-    let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port != 0);
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    (1..=NAME_BYTES_MAX).contains(&host.len())
-        && host.bytes().all(is_plain)
-        && host.bytes().any(|byte| byte.is_ascii_alphanumeric())
-        && port.is_none_or(is_port)
 }
 
 /// Returns true if the text is a host and a port.

@@ -24,8 +24,8 @@ use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::files::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::membership::members::Members;
-use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::state::State;
 use crate::state::store::{Embedded, Store, Swap};
 use crate::time::now_ms;

@@ -5,14 +5,13 @@
 //! answer can get lost; any other key is refused. A second use changes no record: a member that was
 //! removed or replaced since needs a token of its own. A name under which a member joined is
 //! not given to a second key unless the token names it.
-//!
-//! Records that are an old copy do not know which tokens were used or revoked since. So no token that
-//! was made before they were doubted is taken, and a recovery removes those.
+//! [`tokens`] decides.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use quoin_cluster::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
+use quoin_cluster::tokens::{self, NotTaken};
 use quoin_cluster::wall_clock::is_ahead;
 use quoin_identity::{
     Authority, Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request,
@@ -106,28 +105,23 @@ impl Members {
 
     /// The tokens that are still good, or were used and would be.
     pub fn join_tokens(&self) -> Vec<Arc<TokenRecord>> {
-        let now = now_ms();
+        let (now, doubt) = (now_ms(), self.doubt());
         let mut tokens = self.state.joined.tokens.list();
-        tokens.retain(|token| token.is_good(now) && !self.is_doubted(token));
+        tokens.retain(|token| tokens::is_good(token, doubt.as_deref(), now));
         tokens
     }
 
-    /// Returns true if the records are doubted since the token was made: another copy of them may
-    /// say that it was used or revoked.
-    fn is_doubted(&self, token: &TokenRecord) -> bool {
-        let doubt = self.state.term.recovery.get(RecoveryRecord::NAME);
-        doubt.is_some_and(|doubt| token.created_ms < doubt.since_ms)
+    /// The records do not rule, and since when.
+    fn doubt(&self) -> Option<Arc<RecoveryRecord>> {
+        self.state.term.recovery.get(RecoveryRecord::NAME)
     }
 
     /// Ends the tokens that a recovery found: those made before the records were doubted, and all where
     /// they were not known as old, since they may be an old copy all the same.
     pub(crate) async fn end_recovered_tokens(&self) -> Result<(), Error> {
-        let since_ms =
-            self.state.term.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
+        let (doubt, all) = (self.doubt(), self.state.joined.tokens.list());
         let mut ended = 0;
-        for token in
-            self.state.joined.tokens.list().iter().filter(|token| token.created_ms < since_ms)
-        {
+        for token in all.iter().filter(|t| tokens::ends_with_recovery(t, doubt.as_deref())) {
             self.state.joined.tokens.remove(&token.secret_hash, |_| true).await?;
             ended += u32::from(token.used_by.is_none() && token.is_good(now_ms()));
         }
@@ -185,35 +179,26 @@ impl Members {
         let peer = Peer::new(self.state.identity.cluster(), role, holder)?;
         let key_hash = key_hash_of_request(csr_der)?;
         let user = (format!("{role}/{holder}"), key_hash.clone());
-        let check = |record: &TokenRecord| {
-            if !record.is_good(now_ms()) || self.is_doubted(record) {
-                return Err(refused());
-            }
-            if record.used_by.as_ref().is_some_and(|by| *by != user) {
-                return Err(refused());
-            }
-            let right = match record.role.as_str() {
-                "" => matches!(role, Role::Pool | Role::Node),
-                only => only == role.as_str(),
-            };
-            if !right {
-                let meant = match record.role.as_str() {
-                    "" => "a pool or a node".to_owned(),
-                    role => with_article(role),
-                };
-                let rule =
-                    format!("the join token is for {meant}, not {}", with_article(role.as_str()));
-                return Err(Error::Denied(rule));
-            }
-            if !record.holder.is_empty() && record.holder != holder {
-                let rule = format!("the join token is for {:?} only", record.holder);
-                return Err(Error::Denied(rule));
-            }
-            Ok(())
+        let take = |record: &mut TokenRecord| {
+            let user = (role.as_str(), holder, user.1.as_str());
+            tokens::take(record, user, self.doubt().as_deref(), now_ms()).map_err(|why| match why {
+                NotTaken::Bad => refused(),
+                NotTaken::OtherRole => {
+                    let meant = match record.role.as_str() {
+                        "" => "a pool or a node".to_owned(),
+                        role => with_article(role),
+                    };
+                    let not = with_article(role.as_str());
+                    Error::Denied(format!("the join token is for {meant}, not {not}"))
+                }
+                NotTaken::OtherHolder => {
+                    Error::Denied(format!("the join token is for {:?} only", record.holder))
+                }
+            })
         };
         let name = token.secret_hash();
         let record = self.state.joined.tokens.get(&name).ok_or_else(refused)?;
-        check(&record)?;
+        take(&mut TokenRecord::clone(&record))?;
         let member = MemberOfCluster {
             role: role.to_string(),
             holder: holder.to_owned(),
@@ -224,12 +209,8 @@ impl Members {
             manages_volumes: record.manages_volumes,
         };
         // The token first: of two that join with one token, one leaves nothing behind.
-        let using = |record: &mut TokenRecord| {
-            check(record)?;
-            Ok(record.used_by.replace(user.clone()).is_none())
-        };
         let (_, first_use) =
-            self.state.joined.tokens.update(&name, using).await?.ok_or_else(refused)?;
+            self.state.joined.tokens.update(&name, take).await?.ok_or_else(refused)?;
         if !first_use {
             self.take_name_again(&member).await?.ok_or_else(refused)?;
         } else if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {

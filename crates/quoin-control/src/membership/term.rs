@@ -8,9 +8,8 @@
 //! Records that do not rule claim no term: they order nothing, and are not ended.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use quoin_cluster::records::{
@@ -22,63 +21,11 @@ use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::run::{RECORDS_FILE, is_initialised};
-use crate::state::changes::Changes;
+use crate::files::{RECORDS_FILE, is_initialised};
 use crate::state::events::{Object, Severity};
 use crate::state::store::{Embedded, Store, StoreError, Swap};
-use crate::state::table::Table;
 use crate::state::{State, random_id};
 use crate::time::now_ms;
-
-/// The controller's term by its records, whether these rule, and the terms that it heard of.
-pub(crate) struct OwnTerm {
-    records: Table<TermRecord>,
-    ended: Table<SupersededRecord>,
-    /// There while the records do not rule.
-    pub(crate) recovery: Table<RecoveryRecord>,
-    /// The highest one that a member proved.
-    heard: Mutex<Term>,
-    /// Proof by the certificate that began at that time.
-    signed: Mutex<Option<(SystemTime, Proven)>>,
-    /// A recovery is under way: pools are asked although they may know a higher term.
-    recovering: AtomicBool,
-    end: watch::Sender<Option<Term>>,
-}
-
-impl OwnTerm {
-    pub async fn load(store: Arc<dyn Store>, changes: Changes) -> Result<Self, StoreError> {
-        let ended = Table::<SupersededRecord>::load(store.clone(), changes.clone()).await?;
-        let end = ended.get(SupersededRecord::NAME).map(|record| record.by());
-        Ok(Self {
-            records: Table::load(store.clone(), changes.clone()).await?,
-            recovery: Table::load(store, changes).await?,
-            ended,
-            heard: Mutex::default(),
-            signed: Mutex::default(),
-            recovering: AtomicBool::new(false),
-            end: watch::channel(end).0,
-        })
-    }
-
-    pub fn now(&self) -> Term {
-        self.records.get(TermRecord::NAME).map(|record| record.term()).unwrap_or_default()
-    }
-
-    pub async fn read_unanswered(&self) -> Result<(), Error> {
-        self.records.read_unanswered().await?;
-        self.recovery.read_unanswered().await?;
-        self.ended.read_unanswered().await
-    }
-
-    /// Returns the term of the controller that took this one's place.
-    pub fn ended_by(&self) -> Option<Term> {
-        *self.end.borrow()
-    }
-
-    fn heard(&self) -> std::sync::MutexGuard<'_, Term> {
-        self.heard.lock().expect("no holder of this lock panics")
-    }
-}
 
 /// While it lives a recovery is under way.
 pub(crate) struct Recovering<'a>(&'a State);

@@ -10,8 +10,6 @@
 //! way): an event is recorded and nothing is emptied, since no pool could take the replicas.
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
-use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use quoin_api::control as api;
@@ -19,88 +17,13 @@ use quoin_cluster::records::CordonRecord;
 use tokio::time::Instant;
 
 use crate::Error;
+pub use crate::settings::{DyingLimits, DyingPolicy, NotAPolicy};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
 use crate::time::now_ms;
-use crate::volume::policy::Within;
 
 /// Samples kept of a whole window.
 const SAMPLES: u32 = 60;
-
-/// Limits of a disk's errors within a window; a pool that reaches one is called dying.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct DyingLimits {
-    /// Window; errors before it do not count.
-    pub within: Within,
-    /// Refusals of the disk. They count only where at least one in `one_in` operations was refused.
-    pub errors: u64,
-    pub one_in: u64,
-    /// Bad copies: a few come with age; many mean a disk that loses data.
-    pub bad: u64,
-    /// Reads and syncs that took far too long.
-    pub stalls: u64,
-}
-
-impl Default for DyingLimits {
-    fn default() -> Self {
-        Self::DEFAULT
-    }
-}
-
-impl DyingLimits {
-    pub const DEFAULT: Self =
-        Self { within: Within::DEFAULT, errors: 5, one_in: 1000, bad: 100, stalls: 3 };
-
-    /// # Errors
-    /// A limit is 0: every pool would reach it without any error.
-    pub(crate) fn check(&self) -> Result<(), Error> {
-        let all = [self.errors, self.one_in, self.bad, self.stalls];
-        if all.contains(&0) {
-            return Err(Error::invalid("limits of dying pools", "each is at least 1"));
-        }
-        Ok(())
-    }
-}
-
-/// Action on a pool that is dying.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum DyingPolicy {
-    /// The pool's replicas are made elsewhere.
-    #[default]
-    Drain,
-    /// The pool takes nothing new.
-    Cordon,
-    /// No action.
-    Off,
-}
-
-/// Error for a text that is no policy's name.
-#[derive(Debug, thiserror::Error)]
-#[error("{0:?} is none of drain, cordon and off")]
-pub struct NotAPolicy(String);
-
-impl FromStr for DyingPolicy {
-    type Err = NotAPolicy;
-
-    fn from_str(text: &str) -> Result<Self, NotAPolicy> {
-        match text {
-            "drain" => Ok(Self::Drain),
-            "cordon" => Ok(Self::Cordon),
-            "off" => Ok(Self::Off),
-            _ => Err(NotAPolicy(text.chars().take(40).collect())),
-        }
-    }
-}
-
-impl fmt::Display for DyingPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Drain => "drain",
-            Self::Cordon => "cordon",
-            Self::Off => "off",
-        })
-    }
-}
 
 /// Recent reports of one pool since the start of its process.
 #[derive(Clone, Debug, Default)]

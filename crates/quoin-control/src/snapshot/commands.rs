@@ -183,7 +183,7 @@ impl Commands {
     pub async fn ended(&self, outcome: &CommandOutcome) -> Result<(), Error> {
         use command_outcome::What;
         self.state.check_ruling()?;
-        let volume: VolumeId = crate::api::reports::id("volume_id", &outcome.volume_id)?;
+        let volume: VolumeId = crate::fields::id("volume_id", &outcome.volume_id)?;
         let served = self.state.volumes.get(&volume.to_string());
         if !served.is_some_and(|volume| is_served_by(&volume, &outcome.node)) {
             return Ok(());
@@ -202,8 +202,7 @@ impl Commands {
                 Ok(())
             }
             Some(What::PointCut(cut)) => {
-                let snapshot: SnapshotId =
-                    crate::api::reports::id("snapshot_id", &cut.snapshot_id)?;
+                let snapshot: SnapshotId = crate::fields::id("snapshot_id", &cut.snapshot_id)?;
                 check_lsn(cut.lsn)?;
                 let (lsn, epoch) = (Lsn(cut.lsn), Epoch(cut.epoch));
                 self.stepped(volume, &outcome.id, PointOutcome::Cut { snapshot, lsn, epoch });
@@ -235,7 +234,7 @@ impl Commands {
 
     /// Takes in a part that a target read, if the node is the one that serves the volume.
     pub fn part(&self, part: PulledPart) -> Result<(), Error> {
-        let volume: VolumeId = crate::api::reports::id("volume_id", &part.volume_id)?;
+        let volume: VolumeId = crate::fields::id("volume_id", &part.volume_id)?;
         let served = self.state.volumes.get(&volume.to_string());
         if served.is_some_and(|volume| is_served_by(&volume, &part.node)) {
             self.state.snapshots.pulls.answered(volume, part);

@@ -11,13 +11,13 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use quoin_cluster::records::{
     Cut, Record, SnapshotName, SnapshotPhase, SnapshotRecord, Text, VolumePhase, VolumeRecord,
 };
+use quoin_cluster::records_rebuild::{Finding, Held};
 use quoin_types::ids::SnapshotId;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, VolumeId};
 
 use super::catalog::about;
 use crate::Error;
 use crate::disaster::salvage::Told;
-use crate::disaster::salvage::decide::{Finding, Held};
 use crate::state::events::Severity;
 use crate::state::{State, about as about_volume};
 use crate::time::now_ms;

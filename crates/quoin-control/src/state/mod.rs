@@ -4,6 +4,9 @@
 pub mod changes;
 pub mod events;
 pub(crate) mod observed;
+pub(crate) mod own_term;
+pub(crate) mod pulls;
+pub(crate) mod reach;
 mod ruling;
 pub(crate) mod snapshot_tables;
 pub mod store;
@@ -26,11 +29,11 @@ use rand::RngCore;
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::controller::Settings;
-use crate::membership::term::OwnTerm;
+use crate::settings::Settings;
 use crate::state::changes::{Changes, Concern, Follower};
 use crate::state::events::{Events, Object, Severity};
 use crate::state::observed::Observed;
+use crate::state::own_term::OwnTerm;
 use crate::state::snapshot_tables::SnapshotTables;
 use crate::state::store::{Store, Watched, Writes};
 use crate::state::table::Table;

@@ -12,7 +12,7 @@ use quoin_cluster::ownership::liveness::Hearing;
 use quoin_types::{Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
-use crate::reconcile::reach::Reach;
+use crate::state::reach::Reach;
 use crate::time;
 
 #[derive(Clone, PartialEq, Debug)]

@@ -9,8 +9,8 @@ use quoin_types::VolumeId;
 use quoin_types::ids::GroupId;
 
 use crate::Error;
-use crate::snapshot::history::Pulls;
 use crate::state::changes::Changes;
+use crate::state::pulls::Pulls;
 use crate::state::store::{Store, StoreError};
 use crate::state::table::Table;
 

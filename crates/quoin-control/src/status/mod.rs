@@ -20,9 +20,9 @@ use quoin_types::membership::open_quorum;
 use quoin_types::{Epoch, Position, VolumeId};
 use tokio::time::Instant;
 
-use crate::api::assignments;
 use crate::membership::admission::Admission;
 use crate::membership::clocks::Clocks;
+use crate::messages;
 use crate::reconcile::rebalance::Balancer;
 use crate::state::State;
 use crate::state::observed::{Observed, ReplicaState, VolumeSeen};
@@ -331,14 +331,14 @@ impl Status {
             crate::snapshot::view::of_volume(&self.state, volume.id.0);
         api::Volume {
             id: volume.id.0.to_string(),
-            spec: Some(assignments::spec(volume)),
+            spec: Some(messages::spec(volume)),
             size_bytes: volume.size_bytes,
             phase: phase.to_owned(),
             health: status.health.to_owned(),
             r#use: if volume.attachments.is_empty() { "detached" } else { "attached" }.to_owned(),
             waiting_for: status.waiting_for,
             epoch: volume.opened.epoch,
-            membership: Some(assignments::membership(volume)),
+            membership: Some(messages::membership(volume)),
             attachments: volume
                 .attachments
                 .iter()

@@ -14,7 +14,7 @@ use quoin_cluster::ownership::replicas;
 use quoin_cluster::records::VolumeRecord;
 use quoin_types::ReplicaId;
 
-use crate::api::reports;
+use crate::fields;
 use crate::snapshot::catalog::CUT_TIME;
 use crate::state::events::Severity;
 use crate::state::{State, about};
@@ -200,7 +200,7 @@ fn places(declared: &[api::DeclaredReplica]) -> Result<Vec<Place>, Error> {
     let mut places: Vec<Place> = Vec::new();
     for replica in declared {
         let id =
-            (!replica.replica_id.is_empty()).then(|| reports::id("replicaId", &replica.replica_id));
+            (!replica.replica_id.is_empty()).then(|| fields::id("replicaId", &replica.replica_id));
         let place = Place { id: id.transpose()?, pool: replica.pool.clone() };
         if place.id.is_none() && place.pool.is_empty() {
             return Err(Error::invalid("spec.replicas", "each needs a replicaId or a pool"));

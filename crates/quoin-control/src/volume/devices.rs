@@ -16,7 +16,7 @@ use quoin_cluster::records::{Concerned, VolumeRecord};
 use quoin_types::VolumeId;
 
 use crate::Error;
-use crate::api::reports::{id, sentence, short};
+use crate::fields::{id, sentence, short};
 use crate::state::events::Severity;
 use crate::state::observed::NodeSeen;
 use crate::state::{State, about};

@@ -2,13 +2,14 @@
 //! field and the rule.
 
 use quoin_api::control::{self as api, VolumeSpec};
-use quoin_api::volume::{BlockSize, FileSystem, Spread, VolumeOptions};
+use quoin_api::volume::{BlockSize, FileSystem, VolumeOptions};
 use quoin_cluster::records::Spec;
 use quoin_encryption::Encryption;
 use quoin_types::membership::default_cf;
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 use crate::Error;
+pub use crate::settings::Defaults;
 use crate::text;
 use crate::volume::topology;
 
@@ -24,13 +25,6 @@ pub const REPLICAS_HARD_MAX: u32 = quoin_types::membership::REPLICAS_MAX as u32 
 /// Longest name of a volume, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
 const MAP_BYTES_MAX: usize = 4096;
-
-/// The cluster's values for fields that a volume leaves open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Defaults {
-    pub replicas: u8,
-    pub spread: Spread,
-}
 
 /// Names are what orchestrators make them: up to 128 bytes of any characters but those that
 /// CSI bans, which are the control characters other than tab, line feed and carriage return.
@@ -161,6 +155,8 @@ pub(crate) fn check_file_system(spec: &Spec, size_bytes: u64) -> Result<(), Erro
 
 #[cfg(test)]
 mod tests {
+    use quoin_api::volume::Spread;
+
     use super::*;
     use proptest::prelude::*;
 

@@ -11,12 +11,12 @@ use quoin_types::ids::SnapshotId;
 use quoin_types::message::SNAPSHOTS_MAX;
 use quoin_types::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid, VolumeId};
 
-use super::decide::Held;
 use crate::Error;
-use crate::api::reports::id;
+use crate::fields::id;
 use crate::snapshot::recovery::{FoundSnapshot, FoundSnapshots};
 use crate::text;
 use crate::volume::spec::SIZE_BYTES_MAX;
+use quoin_cluster::records_rebuild::Held;
 
 /// Replicas in one pool.
 const REPLICAS_MAX: usize = 16_384;

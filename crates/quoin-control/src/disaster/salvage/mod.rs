@@ -14,15 +14,14 @@
 //! pool's disk is an older state of itself is not seen either where its start counter is in no
 //! record.
 
-pub mod decide;
 mod holdings;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use decide::{Evidence, Finding, Held, Outcome, decide};
 use quoin_api::control as api;
+use quoin_cluster::records_rebuild::{Evidence, Finding, Held, Outcome, decide};
 use quoin_identity::Role;
 use quoin_types::{Term, VolumeId};
 use tokio::time::Instant;
@@ -34,6 +33,7 @@ use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::events::{Object, Severity};
 use crate::state::{State, about};
 use crate::time::now_ms;
+use crate::volume::spec;
 
 pub use holdings::{Kept, Told};
 use quoin_cluster::records::{
@@ -424,6 +424,8 @@ impl Recoveries {
             held.entry(volume.id.0).or_default();
         }
         let away = self.pools_away(told);
+        let defaults = self.state.settings.defaults;
+        let complete = |spec: &api::VolumeSpec| spec::complete(spec, defaults).ok();
         let judged = held.into_iter().map(|(volume, held)| {
             let record = self.state.volumes.get(&volume.to_string());
             let finding = decide(&Evidence {
@@ -433,7 +435,7 @@ impl Recoveries {
                 deleted: &deleted,
                 away: &away,
                 term: self.terms.highest(),
-                defaults: self.state.settings.defaults,
+                complete: &complete,
                 discard_left_over,
                 now_ms: now_ms(),
             });

@@ -25,18 +25,17 @@
 use std::collections::{BTreeSet, HashSet};
 
 use quoin_api::control::VolumeSpec;
-use quoin_cluster::records::{
-    Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Text,
-    VolumePhase, VolumeRecord,
-};
 use quoin_types::entry::Rule;
 use quoin_types::membership::{RETIRED_MAX, open_quorum};
 use quoin_types::{
     BLOCK_SIZE, EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, Position, ReplicaGuid,
-    Term, VolumeId,
+    Term, VolumeId, mutant,
 };
 
-use crate::volume::spec::{self, Defaults};
+use crate::records::{
+    Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
+    VolumePhase, VolumeRecord,
+};
 
 /// Epochs that are left out after a record was made from pools: one may have been granted that no
 /// pool has heard of, and no epoch is given twice.
@@ -68,7 +67,6 @@ pub struct Held {
 }
 
 /// All that is known of one volume.
-#[derive(Debug)]
 pub struct Evidence<'a> {
     pub volume: VolumeId,
     pub record: Option<&'a VolumeRecord>,
@@ -79,7 +77,8 @@ pub struct Evidence<'a> {
     pub away: &'a BTreeSet<String>,
     /// The highest one that a controller proved.
     pub term: Term,
-    pub defaults: Defaults,
+    /// Completes the parameters that replicas have kept.
+    pub complete: &'a dyn Fn(&VolumeSpec) -> Option<Spec>,
     /// Orders the deletion of copies that count for nothing.
     pub discard_left_over: bool,
     pub now_ms: u64,
@@ -375,7 +374,7 @@ impl Evidence<'_> {
     fn by_spec(&self) -> Option<VolumeRecord> {
         let furthest = self.held.iter().filter(|h| h.spec.is_some()).max_by_key(|h| h.position)?;
         let message = furthest.spec.as_ref()?;
-        let spec = spec::complete(message, self.defaults).ok()?;
+        let spec = (self.complete)(message)?;
         let size_bytes = message.size_bytes.max(furthest.blocks * BLOCK_SIZE as u64);
         let record = VolumeRecord::new(self.volume, spec, size_bytes, self.now_ms);
         Some(VolumeRecord { phase: VolumePhase::Ready, ..record })
@@ -534,7 +533,8 @@ fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -
     let done = evidence.record.is_some_and(|record| record.phase == VolumePhase::Deleting);
     // It may have moved to a pool that nobody here has heard of: what is left may be the last copy.
     // (One that never counted was made for an old copy of the record, and holds nothing.)
-    let may_have_moved = evidence.record.is_none() || evidence.held.iter().any(|h| h.quorum);
+    let may_have_moved = (evidence.record.is_none() || evidence.held.iter().any(|h| h.quorum))
+        && !mutant::is("copies-that-are-left-given-up");
     if may_have_moved && !was_ordered && !evidence.discard_left_over {
         finding.outcome = Outcome::LeftOver;
         finding.message = "deleted, or moved to pools that are away; --discard-left-over deletes \
@@ -542,7 +542,8 @@ fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -
             .to_owned();
         return finding;
     }
-    if !done && !evidence.discard_left_over && !evidence.away.is_empty() {
+    let are_away = !evidence.away.is_empty() && !mutant::is("given-up-while-pools-are-away");
+    if !done && !evidence.discard_left_over && are_away {
         let away: Vec<_> = evidence.away.iter().map(String::as_str).collect();
         finding.outcome = Outcome::Undecided;
         finding.message = format!(
@@ -675,6 +676,11 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     {
         // The record took back an epoch of this number that another controller of the term granted.
         record.grants.fenced = 0;
+    }
+    // Another node may have acquired it than the one that the copy of the record names.
+    let is_own = own == Some((record.epoch(), record.opened.incarnation.0));
+    if !is_own && !mutant::is("holder-kept-over-a-recovery") {
+        record.grants.holder.clear();
     }
     let behind = evidence.record.is_none_or(|r| r.opened.epoch < record.opened.epoch);
     record.grants.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };

@@ -1,6 +1,6 @@
 //! The word of one hostile pool rules over nobody else.
 
-use quoin_cluster::ownership::grants::use_up_epoch;
+use crate::ownership::grants::use_up_epoch;
 
 use super::*;
 

@@ -1,9 +1,8 @@
 use proptest::prelude::*;
-use quoin_api::volume::{Durability, Spread};
-use quoin_cluster::records::{AttachmentRecord, Grants, Opened, Spec};
 use quoin_types::{Lsn, ReplicaId, TermId};
 
 use super::*;
+use crate::records::{AttachmentRecord, Grants, Opened};
 
 mod hostile;
 
@@ -21,8 +20,8 @@ fn rule(version: u64, known: &[u128]) -> Rule {
     Rule { membership_version: version, rf, cf: rf / 2 + 1, known }
 }
 
-fn defaults() -> Defaults {
-    Defaults { replicas: 3, spread: Spread::Pool }
+fn complete(spec: &VolumeSpec) -> Option<Spec> {
+    Some(Spec::plain(&spec.name, spec.replicas as u8, 2))
 }
 
 fn spec() -> VolumeSpec {
@@ -31,8 +30,7 @@ fn spec() -> VolumeSpec {
 
 /// The record of a volume with these replicas, replica n in pool n.
 fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
-    let spec: Spec = spec::complete(&spec(), defaults()).unwrap();
-    assert_eq!(spec.options.durability, Durability::Cache);
+    let spec = Spec::plain("db", 3, 2);
     let members =
         known.iter().map(|n| MemberRecord { id: Text(ReplicaId(*n)), guid: Text(ReplicaGuid(*n)) });
     let replicas = known.iter().map(|n| ReplicaRecord {
@@ -115,7 +113,7 @@ fn judged_without(
         deleted: &deleted,
         away: &away,
         term: TERM,
-        defaults: defaults(),
+        complete: &complete,
         discard_left_over,
         now_ms: 1,
     })
@@ -126,6 +124,20 @@ fn listed(finding: &Finding) -> Vec<u128> {
     let mut known: Vec<u128> = written.membership.known.iter().map(|m| m.guid.0.0).collect();
     known.sort_unstable();
     known
+}
+
+/// It may have gone to another node since the copy was made.
+#[test]
+fn an_epoch_that_the_record_did_not_know_is_nobodys_whom_it_names() {
+    let mut old = record(2, &[1, 2], 4);
+    old.grants.holder = "n1".to_owned();
+    let told = |n| Held {
+        promised: Epoch(8),
+        incarnation: Incarnation(2),
+        ..held(n, &rule(2, &[1, 2]), None)
+    };
+    let written = judged(Some(&old), vec![told(1), told(2)], &[]).write.expect("a newer epoch");
+    assert_eq!((written.opened.epoch, written.grants.holder.as_str()), (8, ""));
 }
 
 #[test]
@@ -497,7 +509,7 @@ proptest! {
             deleted: &deleted,
             away: &away,
             term: TERM,
-            defaults: defaults(),
+            complete: &complete,
             discard_left_over,
             now_ms: 1,
         });
