@@ -72,6 +72,7 @@ pub const ALL: &[Defect] = &[
     core("silent-node-detached", Swarm::Control),
     core("unsaid-devices-taken-for-none", Swarm::Control),
     core("node-that-was-cut-off-detached", Swarm::Control),
+    core("devices-not-looked-at", Swarm::Control),
     core("one-silent-pool-is-enough", Swarm::Control),
     core("holder-kept-over-a-recovery", Swarm::Control),
     core("tokens-taken-in-doubt", Swarm::Control),

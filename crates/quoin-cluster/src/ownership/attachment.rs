@@ -154,9 +154,45 @@ pub fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Resul
     Ok(true)
 }
 
+/// Detaches like [`detach`], from nodes that do not use the volume. `check` refuses for one of them. It
+/// is asked for the record that is changed: an earlier one may lack a node that was attached since.
+///
+/// # Errors
+/// As those of [`fence`] and of `check`.
+pub fn detach_unused<E: From<Refusal>>(
+    volume: &mut VolumeRecord,
+    node: &str,
+    at_once: bool,
+    check: impl Fn(&VolumeRecord, &str) -> Result<(), E>,
+    term: Term,
+) -> Result<Vec<String>, E> {
+    let nodes = volume.attachments.iter().map(|attachment| attachment.node.as_str());
+    let is_meant = |on: &&str| node.is_empty() || *on == node;
+    for on in nodes.filter(is_meant).filter(|_| !mutant::is("devices-not-looked-at")) {
+        check(volume, on)?;
+    }
+    Ok(detach(volume, node, at_once, term)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_node_that_is_meant_is_checked_and_a_volume_that_one_uses_stays_with_all() {
+        let in_use = |volume: &VolumeRecord, on: &str| match on {
+            "node-1" => Err(Refusal::Busy(volume.spec.name.clone())),
+            _ => Ok(()),
+        };
+        let mut volume = crate::records::recorded::volume();
+        let before = volume.clone();
+        assert!(before.attachments.iter().any(|attachment| attachment.node == "node-1"));
+        for node in ["", "node-1"] {
+            assert!(detach_unused(&mut volume, node, false, in_use, Term::default()).is_err());
+            assert_eq!(volume, before);
+        }
+        assert!(detach_unused(&mut volume, "node-9", false, in_use, Term::default()).is_ok());
+    }
 
     /// Volume that `holder` has opened under epoch 7; the last use is another node's.
     fn opened(holder: &str) -> VolumeRecord {

@@ -413,14 +413,15 @@ impl Cluster for Services {
         };
         let asked = request.into_inner();
         let UnpublishVolumeRequest { volume, node, at_once, unless_in_use, forced } = asked;
-        if unless_in_use {
-            self.controller.volumes.devices.check_unused(volume.as_ref(), &node)?;
-        }
+        let check = |volume: &VolumeRecord, on: &str| match unless_in_use {
+            true => self.controller.volumes.devices.check_unused(volume, on),
+            false => Ok(()),
+        };
         let by_force = forced.then_some(who.as_str());
         self.controller
             .volumes
             .attachments
-            .detach_by(volume.as_ref(), &node, at_once, by_force)
+            .detach_by(volume.as_ref(), &node, at_once, by_force, check)
             .await?;
         Ok(Response::new(UnpublishVolumeResponse {}))
     }

@@ -113,17 +113,18 @@ impl Attachments {
         node: &str,
         at_once: bool,
     ) -> Result<(), Error> {
-        self.detach_by(reference, node, at_once, None).await
+        self.detach_by(reference, node, at_once, None, |_, _| Ok(())).await
     }
 
     /// Detaches like [`Self::detach`]. `by_force`: name of the caller that takes the volume
-    /// from a node which may use it.
+    /// from a node which may use it. `check` refuses for a node that it is not to be taken from.
     pub(crate) async fn detach_by(
         &self,
         reference: Option<&VolumeRef>,
         node: &str,
         at_once: bool,
         by_force: Option<&str>,
+        check: impl Fn(&VolumeRecord, &str) -> Result<(), Error>,
     ) -> Result<(), Error> {
         // Publications are part of the volume's record, so an unknown volume has none.
         let volume = match self.state.volume(reference) {
@@ -131,8 +132,9 @@ impl Attachments {
             found => found?,
         };
         let term = self.state.term();
-        let change =
-            |volume: &mut VolumeRecord| Ok(attachment::detach(volume, node, at_once, term)?);
+        let change = |volume: &mut VolumeRecord| {
+            attachment::detach_unused(volume, node, at_once, &check, term)
+        };
         let (volume, from_nodes) = match self.state.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(()),
             other => other?,

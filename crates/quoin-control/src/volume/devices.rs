@@ -10,7 +10,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 
-use quoin_api::control::{self as api, ServedElsewhere, VolumeRef};
+use quoin_api::control::{self as api, ServedElsewhere};
 use quoin_cluster::ownership::devices::{self, DeviceSeen, NodeReports, is_over};
 use quoin_cluster::records::{Concerned, VolumeRecord};
 use quoin_types::VolumeId;
@@ -143,26 +143,17 @@ impl Devices {
         observed.nodes.iter().flat_map(of_it).collect()
     }
 
-    /// Refuses to detach a volume that a node uses, or may use without having reported it. `node`:
-    /// the node to check; empty: all nodes to which the volume is attached.
-    pub fn check_unused(&self, reference: Option<&VolumeRef>, node: &str) -> Result<(), Error> {
-        let volume = match self.state.volume(reference) {
-            Err(Error::NotFound { .. }) => return Ok(()),
-            found => found?,
-        };
+    /// Refuses to detach a volume from a node that uses it, or may use it without having reported that.
+    pub fn check_unused(&self, volume: &VolumeRecord, on: &str) -> Result<(), Error> {
         let observed = self.state.observed();
-        let nodes = volume.attachments.iter().map(|attachment| &attachment.node);
         let after = self.state.settings.offline_after;
-        for on in nodes.filter(|on| node.is_empty() || *on == node) {
-            let seen = observed.nodes.get(on);
-            let reports = NodeReports {
-                is_online: observed.node_online(on, after),
-                last: seen.map(|seen| time::of(seen.last)),
-                devices_told: seen.and_then(|seen| Some(time::of(seen.devices.as_ref()?.told))),
-                devices: seen.map_or(&[], NodeSeen::devices),
-            };
-            devices::check_unused(&volume, on, reports, after, time::now())?;
-        }
-        Ok(())
+        let seen = observed.nodes.get(on);
+        let reports = NodeReports {
+            is_online: observed.node_online(on, after),
+            last: seen.map(|seen| time::of(seen.last)),
+            devices_told: seen.and_then(|seen| Some(time::of(seen.devices.as_ref()?.told))),
+            devices: seen.map_or(&[], NodeSeen::devices),
+        };
+        Ok(devices::check_unused(volume, on, reports, after, time::now())?)
     }
 }

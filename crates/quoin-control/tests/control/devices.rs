@@ -34,6 +34,14 @@ async fn detach(cluster: &Cluster, node: &str) {
     cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), node).await.unwrap();
 }
 
+/// Checks each node that has the volume attached and is meant.
+fn check_unused(cluster: &Cluster, node: &str) -> Result<(), quoin_control::Error> {
+    let volume = cluster.volume("db");
+    let nodes = volume.attachments.iter().map(|attachment| attachment.node.as_str());
+    let mut meant = nodes.filter(|on| node.is_empty() || *on == node);
+    meant.try_for_each(|on| cluster.controller.volumes.devices.check_unused(&volume, on))
+}
+
 async fn opened() -> Cluster {
     let mut cluster = Cluster::new().await;
     let volume = cluster.create("db").await;
@@ -132,13 +140,12 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
         ..TargetReport::default()
     };
     assert!(cluster.controller.reports.target(&report).await.unwrap().is_empty());
-    let refused =
-        cluster.controller.volumes.devices.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
+    let refused = check_unused(&cluster, "n1").unwrap_err();
     assert!(refused.to_string().contains("in use on node n1"), "{refused}");
     // A report without devices, as CSI's without an attach process, removes none.
     let csi = NodeReport { node: "n1".into(), ..NodeReport::default() };
     cluster.controller.reports.node(&csi).await.unwrap();
-    assert!(cluster.controller.volumes.devices.check_unused(by_name("db").as_ref(), "n1").is_err());
+    assert!(check_unused(&cluster, "n1").is_err());
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
     cluster.open_volume(cluster.volume("db").id.0, "n2", 11).await;
@@ -151,7 +158,7 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     let cluster = opened().await;
     let db = by_name("db");
     let refused = |node: &str| {
-        let outcome = cluster.controller.volumes.devices.check_unused(db.as_ref(), node);
+        let outcome = check_unused(&cluster, node);
         outcome.map_err(|error| (error.code(), error.to_string()))
     };
     let since = told_since(&cluster, "n1");
@@ -182,7 +189,6 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
 #[tokio::test]
 async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opened_it() {
     let mut cluster = opened().await;
-    let db = by_name("db");
     let key = cluster.store.keys("volume/").remove(0);
     let entry = cluster.store.get(&key).await.unwrap().unwrap();
     let record = String::from_utf8(entry.value).unwrap();
@@ -192,11 +198,10 @@ async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opene
     assert!(matches!(written, Ok(Swap::Done(_))));
     cluster.restart().await;
     assert_eq!(cluster.volume("db").grants.holder, "");
-    let said =
-        cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err().to_string();
+    let said = check_unused(&cluster, "").unwrap_err().to_string();
     assert!(said.contains("node n1 has not reported since the controller started"), "{said}");
     detach(&cluster, "n1").await;
-    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
+    check_unused(&cluster, "").unwrap();
 }
 
 /// The proof is a recent report alone: a controller that has just started knows nothing, and an
@@ -204,7 +209,6 @@ async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opene
 #[tokio::test]
 async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     let mut cluster = opened().await;
-    let db = by_name("db");
     let since = told_since(&cluster, "n1");
     reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
     let serving = cluster.report_of("db", "serving");
@@ -212,7 +216,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     // Its target speaks first, and proves that the node is there.
     cluster.controller.reports.volume(&serving).await.unwrap();
     let refused = |cluster: &Cluster| {
-        let refused = cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap_err();
+        let refused = check_unused(&cluster, "").unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         refused.to_string()
     };
@@ -222,7 +226,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
     assert!(refused(&cluster).contains("in use on node n1"));
     reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
-    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
+    check_unused(&cluster, "").unwrap();
 
     // An old report proves nothing about the present.
     cluster.offline_after = Duration::from_millis(500);
@@ -231,7 +235,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     let hangs = NodeReport { node: "n1".into(), ..NodeReport::default() };
     loop {
         cluster.controller.reports.node(&hangs).await.unwrap();
-        match cluster.controller.volumes.devices.check_unused(db.as_ref(), "") {
+        match check_unused(&cluster, "") {
             Err(error) if error.to_string().contains("node n1 has not said for") => break,
             _ => tokio::time::sleep(Duration::from_millis(20)).await,
         }
@@ -240,7 +244,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     // A node that holds no epoch has had no device of the volume.
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
-    cluster.controller.volumes.devices.check_unused(db.as_ref(), "").unwrap();
+    check_unused(&cluster, "").unwrap();
 }
 
 #[tokio::test]

@@ -1,5 +1,7 @@
 //! Who asks the records for what, and what becomes of it.
 
+use std::collections::BTreeMap;
+
 use quoin_cluster::Refusal;
 use quoin_cluster::ownership::attachment::{self, Publish};
 use quoin_cluster::ownership::devices::{self, NodeReports};
@@ -92,21 +94,18 @@ impl Cluster {
         last.is_some_and(|last| last + OFFLINE_AFTER.as_nanos() as u64 > self.schedule.now())
     }
 
-    fn may_detach(&self, volume: &VolumeRecord, node: &str) -> bool {
-        let mut nodes = volume.attachments.iter().map(|a| a.node.as_str());
-        nodes.all(|on| {
-            let seen = self.observed.nodes.get(on);
-            let told = seen.and_then(|seen| seen.devices.as_ref());
-            let reports = NodeReports {
-                is_online: self.is_online(on),
-                last: seen.map(|seen| time(seen.last)),
-                devices_told: told.map(|(at, _)| time(*at)),
-                devices: told.map_or(&[], |(_, devices)| devices),
-            };
-            let now = time(self.schedule.now());
-            let is_meant = node.is_empty() || node == on;
-            !is_meant || devices::check_unused(volume, on, reports, OFFLINE_AFTER, now).is_ok()
-        })
+    /// Looks at whether a node uses a volume, by what it reported.
+    fn check_unused(&self, volume: &VolumeRecord, on: &str) -> Result<(), Refusal> {
+        let seen = self.observed.nodes.get(on);
+        let told = seen.and_then(|seen| seen.devices.as_ref());
+        let reports = NodeReports {
+            is_online: self.is_online(on),
+            last: seen.map(|seen| time(seen.last)),
+            devices_told: told.map(|(at, _)| time(*at)),
+            devices: told.map_or(&[], |(_, devices)| devices),
+        };
+        let now = time(self.schedule.now());
+        devices::check_unused(volume, on, reports, OFFLINE_AFTER, now)
     }
 
     /// Users and orchestrators ask for something.
@@ -138,9 +137,7 @@ impl Cluster {
             }
             9..=15 => {
                 let node = attached.filter(|_| self.random.percent(80)).unwrap_or_default();
-                if self.may_detach(&volume, &node) {
-                    self.plan(id, Change::Detach { node, by_force: false });
-                }
+                self.plan(id, Change::Detach { node, by_force: false });
             }
             16 => self.plan(id, Change::Detach { node, by_force: true }),
             17..=19 => self.move_replica(&volume),
@@ -235,7 +232,16 @@ impl Cluster {
                 });
             }
             Change::Detach { node, by_force } => {
-                let lost = self.update(id, |v, term| attachment::detach(v, &node, by_force, term));
+                let nodes = before.attachments.iter().map(|a| a.node.clone());
+                let looks: BTreeMap<String, _> =
+                    nodes.map(|on| (on.clone(), self.check_unused(&before, &on))).collect();
+                let check = |_: &VolumeRecord, on: &str| match by_force {
+                    true => Ok(()),
+                    false => looks[on].clone(),
+                };
+                let lost = self.update(id, |v, term| {
+                    attachment::detach_unused(v, &node, by_force, check, term)
+                });
                 let lost = lost.unwrap_or_default();
                 lost.iter().filter(|_| !by_force).for_each(|node| self.check_detached(id, node));
             }
