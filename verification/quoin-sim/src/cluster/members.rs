@@ -279,7 +279,11 @@ impl Cluster {
         let is_another = since != 0 && since != device.since_epoch;
         device.dead |= is_another || is_over(record, &name, device.since_epoch);
         let device = device.clone();
-        if !device.dead && !device.is_shared && self.truth.is_over(id, &name, &device) {
+        // A use that nobody opened yet hides from the record that one before it was opened: the device is
+        // told dead with the next opening only.
+        let is_opened = record.opened.epoch >= record.used.since_epoch;
+        let is_told = device.dead || device.is_shared || !is_opened;
+        if !is_told && self.truth.is_over(id, &name, &device) {
             let detail = format!("volume {id}: {name} is not told that {device:?} is dead");
             self.violate("DeadDevicesAreTold", detail);
         }
