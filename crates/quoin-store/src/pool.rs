@@ -173,12 +173,13 @@ impl<D: Disk> Pool<D> {
         let (mut replicas, mut wiped, mut lost) = (BTreeMap::new(), Vec::new(), Vec::new());
         let mut corrected = durable;
         crate::clones::creation::read_bases(&mut core, &corrected)?;
-        for (guid, durable) in &mut corrected.replicas {
+        corrected.with_each(|guid, durable| {
             let (replica, stale, found) = recover(&mut core, durable)?;
-            replicas.insert(*guid, replica);
+            replicas.insert(guid, replica);
             wiped.extend(stale);
-            lost.push((*guid, found));
-        }
+            lost.push((guid, found));
+            Ok::<_, PoolError>(())
+        })?;
         for (guid, found) in lost {
             if let Some(replica) = replicas.get_mut(&guid) {
                 table::search_lost(replica, &mut core, &found)?;

@@ -718,3 +718,23 @@ fn the_mark_rises_after_promises_where_the_controller_knows_it_and_with_an_order
     }
     assert_eq!(open(&disk).unwrap().pool.mark(), 2);
 }
+
+/// Replicas that no target has open hear of a change of the room as they are opened.
+#[test]
+fn a_replica_that_was_not_open_as_the_room_changed_is_opened_with_the_present_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let process = Process::start(&new_disk(), folder.path());
+    process.create_replicas(&[MEMBER]);
+    let (session, alone) = process.session(1).expect("it opens");
+    drop(session);
+    let member = |n: u128| Member { id: ReplicaId(1000 + n), guid: ReplicaGuid(1000 + n) };
+    let members: Vec<_> = std::iter::once(MEMBER).chain((0..40).map(member)).collect();
+    process.create_replicas(&members);
+    let of = |member: Member| {
+        eventually("it opens", || Process::session_of(process.address, member, 2)).1.room
+    };
+    let (of_the_first, of_the_last) = (of(MEMBER), of(members[40]));
+    assert!(of_the_last.share_blocks < alone.room.share_blocks);
+    assert_eq!(of_the_first, of_the_last);
+    process.stop();
+}

@@ -61,6 +61,8 @@ pub(super) struct Held {
     pub(super) repairs: Repairs,
     /// When the disk last refused what a session needs.
     pub(super) refused_at: Option<Time>,
+    /// The change of the room that it was told last.
+    pub(super) room_told: u64,
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
@@ -70,7 +72,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let replica = Replica::new(now, cookie, &store);
         drop(store);
         let (timer_key, repairs) = (self.connections.key(), Repairs::default());
-        let held = Held { replica, timer_key, touched: false, born, repairs, refused_at: None };
+        let room_told = self.room_changes;
+        let (touched, refused_at) = (false, None);
+        let held = Held { replica, timer_key, touched, born, repairs, refused_at, room_told };
         self.replicas.insert(guid, held);
         if !self.disk.syncs.covers(born) {
             self.replicas.untold = Some(born);

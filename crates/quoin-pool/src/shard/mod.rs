@@ -167,6 +167,8 @@ pub struct Shard<'a, P> {
     health: Health,
     /// Room that was granted to the targets.
     room: RoomGrant,
+    /// How often that changed.
+    room_changes: u64,
     /// Shortage of room that was announced.
     short: bool,
     copying: Copying,
@@ -192,6 +194,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             stop: Stop::default(),
             health,
             room: RoomGrant::UNBOUNDED,
+            room_changes: 0,
             short: false,
             copying: Copying::default(),
             start,
@@ -433,6 +436,21 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     }
 
     fn deliver(&mut self, now: Time, guid: ReplicaGuid, event: ReplicaEvent) {
+        self.tell_room(now, guid);
+        self.deliver_alone(now, guid, event);
+    }
+
+    /// Tells a replica the room as it changed last, if it was not told.
+    fn tell_room(&mut self, now: Time, guid: ReplicaGuid) {
+        let changes = self.room_changes;
+        let held = self.replicas.get_mut(guid).filter(|held| held.room_told != changes);
+        if let Some(held) = held {
+            held.room_told = changes;
+            self.deliver_alone(now, guid, ReplicaEvent::Room(self.room));
+        }
+    }
+
+    fn deliver_alone(&mut self, now: Time, guid: ReplicaGuid, event: ReplicaEvent) {
         let Some(held) = self.replicas.get_mut(guid) else { return };
         {
             let Some(mut store) = self.pool.replica(guid) else { return };
@@ -576,9 +594,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     fn mind_room(&mut self, now: Time) {
         let room = self.pool.room(self.room);
         if room != self.room {
-            self.room = room;
-            for guid in self.replicas.guids() {
-                self.deliver(now, guid, ReplicaEvent::Room(room));
+            (self.room, self.room_changes) = (room, self.room_changes + 1);
+            // The others hear of it as they are used next: there may be thousands of them.
+            for guid in self.replicas.in_session() {
+                self.tell_room(now, guid);
             }
         }
         let short = self.pool.is_short(self.short);

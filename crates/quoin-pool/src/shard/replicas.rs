@@ -46,6 +46,12 @@ impl Replicas {
         self.held.keys().copied().collect()
     }
 
+    /// Those that a target has open.
+    pub(super) fn in_session(&self) -> Vec<ReplicaGuid> {
+        let open = self.held.iter().filter(|(_, held)| held.replica.is_open());
+        open.map(|(guid, _)| *guid).collect()
+    }
+
     pub(super) fn len(&self) -> usize {
         self.held.len()
     }

@@ -513,7 +513,7 @@ pub fn record_state<D: Disk>(
     relatives: bytes::Bytes,
 ) -> Result<(), StoreError> {
     let guid = replica.identity.guid;
-    let known = core.durable.replicas.get(&guid).map(|durable| &durable.relatives);
+    let known = core.durable.replicas().get(&guid).map(|durable| &durable.relatives);
     let is_known = known.is_some_and(|known| *known == relatives);
     if is_known || mutant::is("bases-not-recorded-with-their-segments") {
         return core.record(Record::Checkpoint(guid, checkpoint));

@@ -41,14 +41,14 @@ const UNREADABLE: StoreError = StoreError::Damaged("the record of a clone's sour
 
 /// Takes up the bases that records tell of.
 pub fn read_bases<D: Disk>(core: &mut Core<D>, durable: &DurableState) -> Result<(), PoolError> {
-    for (guid, replica) in &durable.replicas {
+    for (guid, replica) in durable.replicas() {
         let relatives = RelativesState::decode(replica.relatives.clone());
         let relatives = relatives.map_err(|_| PoolError::MetadataLost)?;
         for base in &relatives.bases {
             core.bases.insert(*guid, base);
         }
     }
-    for (guid, replica) in &durable.replicas {
+    for (guid, replica) in durable.replicas() {
         let Ok(relatives) = RelativesState::decode(replica.relatives.clone()) else { continue };
         let parents = relatives.bases.iter().filter_map(|base| base.parent);
         parents.chain(relatives.base).for_each(|id| core.bases.begin_use(id));
@@ -70,9 +70,7 @@ pub fn check_bases<D: Disk>(
             continue;
         }
         replica.meta.damaged = true;
-        if let Some(durable) = durable.replicas.get_mut(guid) {
-            durable.meta.damaged = true;
-        }
+        durable.with(*guid, |durable| durable.meta.damaged = true);
     }
 }
 
@@ -133,7 +131,7 @@ pub fn make_clone<D: Disk>(
         ));
     }
     let id = BaseId { replica: keeper, snapshot: source.snapshot };
-    let durable = pool.core.durable.replicas.get(&keeper).ok_or(UNREADABLE)?;
+    let durable = pool.core.durable.replicas().get(&keeper).ok_or(UNREADABLE)?;
     let mut relatives = RelativesState::decode(durable.relatives.clone());
     let relatives = relatives.as_mut().map_err(|_| UNREADABLE)?;
     // A map shows the base that was recorded with it.
@@ -227,7 +225,7 @@ fn keep_base<D: Disk>(
 pub fn leave_remnant<D: Disk>(pool: &mut Pool<D>, guid: ReplicaGuid) -> Result<(), StoreError> {
     let core = &mut pool.core;
     let Some(replica) = pool.replicas.get_mut(&guid) else { return Ok(()) };
-    let durable = core.durable.replicas.get(&guid).ok_or(UNREADABLE)?;
+    let durable = core.durable.replicas().get(&guid).ok_or(UNREADABLE)?;
     let mut checkpoint = Checkpoint::decode(durable.checkpoint.clone()).map_err(|_| UNREADABLE)?;
     let mut relatives =
         RelativesState::decode(durable.relatives.clone()).map_err(|_| UNREADABLE)?;

@@ -34,10 +34,27 @@ pub struct DurableReplica {
 /// State of the pool in the ring.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DurableState {
-    pub replicas: BTreeMap<ReplicaGuid, DurableReplica>,
+    replicas: BTreeMap<ReplicaGuid, DurableReplica>,
     pub retired: BTreeSet<ReplicaGuid>,
     /// 0: it was never raised.
     pub mark: u64,
+    /// Length of all replicas' records in [`DurableState::encode`].
+    replicas_len: usize,
+}
+
+impl DurableReplica {
+    /// How long its records are in [`DurableState::encode`].
+    fn encoded_len(&self) -> usize {
+        let mut meta = BytesMut::new();
+        encode_meta(&self.meta, self.watermark, &mut meta);
+        let bodies = identity_length(&self.identity) + meta.len() + self.checkpoint.len();
+        let segments: usize = self.log_segments.iter().map(|s| RECORD_HEAD + s.encoded_len()).sum();
+        let relatives = match self.relatives.len() {
+            0 => 0,
+            length => RECORD_HEAD + length,
+        };
+        3 * RECORD_HEAD + bodies + relatives + segments + self.cuts.len() * CUT_LENGTH
+    }
 }
 
 impl DurableState {
@@ -56,10 +73,13 @@ impl DurableState {
                     relatives: Bytes::new(),
                     identity,
                 };
-                self.replicas.insert(replica.identity.guid, replica);
+                self.replicas_len += replica.encoded_len();
+                let former = self.replicas.insert(replica.identity.guid, replica);
+                self.replicas_len -= former.map_or(0, |former| former.encoded_len());
             }
             Record::Delete(guid) => {
-                self.replicas.remove(&guid);
+                let former = self.replicas.remove(&guid);
+                self.replicas_len -= former.map_or(0, |former| former.encoded_len());
                 self.retired.insert(guid);
             }
             Record::Mark(mark) => self.mark = self.mark.max(mark),
@@ -96,10 +116,27 @@ impl DurableState {
         }
     }
 
-    fn with(&mut self, guid: ReplicaGuid, change: impl FnOnce(&mut DurableReplica)) {
+    pub fn replicas(&self) -> &BTreeMap<ReplicaGuid, DurableReplica> {
+        &self.replicas
+    }
+
+    /// Changes what is known of a replica, if it is known.
+    pub fn with(&mut self, guid: ReplicaGuid, change: impl FnOnce(&mut DurableReplica)) {
         if let Some(replica) = self.replicas.get_mut(&guid) {
+            self.replicas_len -= replica.encoded_len();
             change(replica);
+            self.replicas_len += replica.encoded_len();
         }
+    }
+
+    /// Changes each replica, up to the first error.
+    pub fn with_each<E>(
+        &mut self,
+        mut change: impl FnMut(ReplicaGuid, &mut DurableReplica) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let changed = self.replicas.iter_mut().try_for_each(|(guid, r)| change(*guid, r));
+        self.replicas_len = self.replicas.values().map(DurableReplica::encoded_len).sum();
+        changed
     }
 
     /// The records that make this state from nothing.
@@ -128,24 +165,11 @@ impl DurableState {
         out.to_vec()
     }
 
-    /// How long [`DurableState::encode`] is. Asked with every change of a replica, so nothing
-    /// long is copied for it.
+    /// How long [`DurableState::encode`] is. Asked with every change of a replica, so no walk over
+    /// all of them is made for it.
     pub fn encoded_len(&self) -> usize {
-        let mut meta = BytesMut::new();
-        let of = |replica: &DurableReplica| {
-            meta.clear();
-            encode_meta(&replica.meta, replica.watermark, &mut meta);
-            let bodies = identity_length(&replica.identity) + meta.len() + replica.checkpoint.len();
-            let segments: usize =
-                replica.log_segments.iter().map(|s| RECORD_HEAD + s.encoded_len()).sum();
-            let relatives = match replica.relatives.len() {
-                0 => 0,
-                length => RECORD_HEAD + length,
-            };
-            3 * RECORD_HEAD + bodies + relatives + segments + replica.cuts.len() * CUT_LENGTH
-        };
         let mark = if self.mark == 0 { 0 } else { MARK_LENGTH };
-        mark + self.retired.len() * RECORD_HEAD + self.replicas.values().map(of).sum::<usize>()
+        mark + self.retired.len() * RECORD_HEAD + self.replicas_len
     }
 
     pub fn decode(records: Vec<Bytes>) -> Result<Self, Malformed> {
