@@ -216,7 +216,7 @@ async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
     // Its target speaks first, and proves that the node is there.
     cluster.controller.reports.volume(&serving).await.unwrap();
     let refused = |cluster: &Cluster| {
-        let refused = check_unused(&cluster, "").unwrap_err();
+        let refused = check_unused(cluster, "").unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         refused.to_string()
     };

@@ -46,7 +46,7 @@ impl Replicas {
         self.held.keys().copied().collect()
     }
 
-    /// Those that a target has open.
+    /// Replicas that a target has open.
     pub(super) fn in_session(&self) -> Vec<ReplicaGuid> {
         let open = self.held.iter().filter(|(_, held)| held.replica.is_open());
         open.map(|(guid, _)| *guid).collect()

@@ -46,7 +46,7 @@ pub(crate) struct LostInBatch {
     pub before: usize,
     pub member: Member,
     pub applied: Lsn,
-    /// What was committed by then.
+    /// Entries up to this one were committed by then.
     pub committed: Lsn,
 }
 
