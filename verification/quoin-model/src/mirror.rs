@@ -60,7 +60,6 @@ broken! {
     DivergedNotSeen, "diverged-not-seen", "a side that wrote behind the fork follows the other chain";
     ResyncWithoutLost, "resync-without-lost", "a resync keeps nothing of what it discards";
     LostKeptAfterTheRevert, "lost-kept-after-the-revert", "a resync reverts first";
-    LateWordBelieved, "late-word-of-a-former-life-believed", "a word counts that was sent before a brain began anew";
     RoleToldBeforeItsPools, "role-told-before-its-pools-have-it", "the other side hears a role that no pool has yet";
 }
 
@@ -117,7 +116,7 @@ pub const WORLDS: &[Bounds] = &[
     Bounds { name: "mirror-restored-primary", restores: [2, 0], ..CYCLE },
     Bounds { name: "mirror-restored-both", restores: [1, 1], ..CYCLE },
     Bounds { name: "mirror-planned", deaths: 1, ..PLANNED },
-    Bounds { name: "mirror-forced", deaths: 1, ..FORCED },
+    Bounds { name: "mirror-forced", writes: 2, ..FORCED },
     Bounds { name: "mirror-planned-restored-a", points: 1, restores: [1, 0], ..PLANNED },
     Bounds { name: "mirror-planned-restored-b", points: 1, restores: [0, 1], ..PLANNED },
     Bounds { name: "mirror-forced-restored-a", points: 1, restores: [1, 0], ..FORCED },
@@ -153,7 +152,6 @@ impl Broken {
             | Broken::OtherBaseWithoutARevert
             | Broken::TransferKeptOverARecovery
             | Broken::RevertedUnderAnOrder => "mirror-restored-copy",
-            Broken::LateWordBelieved => "mirror-restored-both",
             Broken::PromotedWithoutARevert
             | Broken::DivergedNotSeen
             | Broken::ResyncWithoutLost

@@ -159,8 +159,6 @@ pub struct Side {
     pub heard: Option<Word>,
     /// A word that is on its way to this side.
     pub coming: Option<Word>,
-    /// A word on its way that was sent to a former life of this side's brain.
-    pub late: Option<Word>,
     /// A yield that was said and not recorded.
     pub unrecorded: Option<Claim>,
     /// The highest generation and role that the other side was told.
@@ -250,7 +248,6 @@ impl State {
             lost: 0,
             heard: None,
             coming: None,
-            late: None,
             unrecorded: None,
             told: (first.generation, 0),
             completed: complete,

@@ -125,12 +125,6 @@ impl World {
             after.sides[x].coming = None;
             next.push(("a word is lost", x, after));
         }
-        if let Some(word) = side.late {
-            let mut after = *state;
-            after.sides[x].heard = Some(word);
-            after.sides[x].late = None;
-            next.push(("a word of a former life is heard", x, after));
-        }
         let role = side.record.role;
         let is_between = matches!(role, Role::Demoting | Role::Promoting | Role::Resyncing);
         let is_told = side.pools_have_it() || self.is(Broken::RoleToldBeforeItsPools);
@@ -624,7 +618,6 @@ impl World {
         let side = &state.sides[x];
         let mut dead = *side;
         dead.heard = None;
-        dead.late = side.coming.filter(|_| self.is(Broken::LateWordBelieved));
         dead.coming = None;
         dead.unrecorded = None;
         if state.deaths > 0 && dead != *side {
