@@ -47,8 +47,9 @@ fn main() -> ExitCode {
     let sound = match &arguments.mutant {
         Some(name) => show_mutants(name),
         None => {
-            let is_mirror =
-                |name: &String| mirror::WORLDS.iter().chain(mirror::LARGE_WORLDS).any(|w| w.name == name);
+            let is_mirror = |name: &String| {
+                mirror::WORLDS.iter().chain(mirror::LARGE_WORLDS).any(|w| w.name == name)
+            };
             let of_mirrors = arguments.world.as_ref().is_none_or(is_mirror);
             let of_volumes = arguments.world.as_ref().is_none_or(|name| !is_mirror(name));
             let is_sound = !of_mirrors || show_mirrors(&arguments);
@@ -116,7 +117,8 @@ fn show_mirrors(arguments: &Arguments) -> bool {
     let next = std::sync::atomic::AtomicUsize::new(0);
     let sound = std::sync::atomic::AtomicBool::new(true);
     let work = || {
-        while let Some(world) = worlds.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
+        while let Some(world) = worlds.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
+        {
             let began = Instant::now();
             let found = mirror::search(**world, None, states_max, true);
             let whole = if found.complete { "all states" } else { "NOT ALL states" };

@@ -107,7 +107,8 @@ const NOTHING: Bounds = Bounds {
 
 const CYCLE: Bounds = Bounds { writes: 1, points: 3, ..NOTHING };
 const PLANNED: Bounds = Bounds { writes: 1, points: 2, promotions: 2, demotions: 1, ..NOTHING };
-const FORCED: Bounds = Bounds { writes: 1, points: 2, forced: 1, demotions: 1, resyncs: 1, ..NOTHING };
+const FORCED: Bounds =
+    Bounds { writes: 1, points: 2, forced: 1, demotions: 1, resyncs: 1, ..NOTHING };
 
 /// Worlds that are visited whole with every run of the model.
 pub const WORLDS: &[Bounds] = &[
@@ -133,7 +134,15 @@ pub const LARGE_WORLDS: &[Bounds] = &[
     Bounds { name: "mirror-forced-writes", writes: 3, deaths: 1, ..FORCED },
     Bounds { name: "mirror-planned-restored", restores: [1, 1], ..PLANNED },
     Bounds { name: "mirror-forced-restored", restores: [1, 1], ..FORCED },
-    Bounds { name: "mirror-all", forced: 1, resyncs: 1, writes: 2, points: 3, restores: [1, 0], ..PLANNED },
+    Bounds {
+        name: "mirror-all",
+        forced: 1,
+        resyncs: 1,
+        writes: 2,
+        points: 3,
+        restores: [1, 0],
+        ..PLANNED
+    },
 ];
 
 impl Bounds {
@@ -160,7 +169,9 @@ impl Broken {
             Broken::InFlightBelieved | Broken::CompleteOfRestoredBelieved => {
                 return Bounds { restores: [0, 1], demotions: 0, resyncs: 0, ..FORCED };
             }
-            Broken::RestoredRoleBelieved | Broken::RoleToldBeforeItsPools => "mirror-planned-restored-a",
+            Broken::RestoredRoleBelieved | Broken::RoleToldBeforeItsPools => {
+                "mirror-planned-restored-a"
+            }
             _ => "mirror-planned",
         };
         let world = WORLDS.iter().find(|world| world.name == name);

@@ -88,7 +88,6 @@ pub fn hunt(defect: &Defect, limits: &Limits) -> Hunt {
                 }
             }
             Book::Model => {}
-            Book::Mirror => found.try_seeds(defect, limits),
             Book::Replication => {
                 found.try_seeds(defect, limits);
                 if found.catches.is_empty() {

@@ -6,23 +6,29 @@
 use quoin_types::ids::{PointId, VolumeId};
 use quoin_types::mutant;
 
+use super::NO_PROGRESS_AFTER;
 use super::brain::{Action, Brain, Now};
 use super::chain::Relation;
 use super::record::{Claim, Record, Role};
 use super::word::Word;
-use super::NO_PROGRESS_AFTER;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Call {
     Enable,
     Disable,
-    Promote { force: bool },
+    Promote {
+        force: bool,
+    },
     /// A person names the point of a copy whose records do not know it.
     PromoteAt(PointId),
     /// A person takes what diverged for the truth.
     AcceptDiverged,
-    Demote { force: bool },
-    Resync { force: bool },
+    Demote {
+        force: bool,
+    },
+    Resync {
+        force: bool,
+    },
     Publish(VolumeId),
     /// Calls of an orchestrator that would end a volume or its place in the group.
     Delete(VolumeId),
@@ -49,7 +55,9 @@ pub enum No {
     PeerPrimary,
     #[error("the other cluster is primary: with force it is asked to step down")]
     PeerStepsDownOnlyByForce,
-    #[error("both sides wrote since the last common point: a resync with force discards what this one wrote")]
+    #[error(
+        "both sides wrote since the last common point: a resync with force discards what this one wrote"
+    )]
     Diverged,
     #[error("a volume is published: unpublish it first")]
     Published,
@@ -110,11 +118,9 @@ impl Brain {
             Call::Resync { force } => self.resync(now, force),
             Call::Publish(_) => rest(self.publish()),
             Call::Delete(_) | Call::RemoveMembers | Call::DeleteGroup => self.clean_up(),
-            Call::Change(_) => rest(if role.is_copy() {
-                Answer::Precondition(No::Copy)
-            } else {
-                Answer::Ok
-            }),
+            Call::Change(_) => {
+                rest(if role.is_copy() { Answer::Precondition(No::Copy) } else { Answer::Ok })
+            }
         }
     }
 
@@ -123,7 +129,9 @@ impl Brain {
         match self.record.role {
             Role::Primary => (Answer::NotYet, Some(ended())),
             Role::Demoting => (Answer::NotYet, None),
-            Role::Secondary if mutant::is("disable-of-a-copy-ends-it") => (Answer::Ok, Some(ended())),
+            Role::Secondary if mutant::is("disable-of-a-copy-ends-it") => {
+                (Answer::Ok, Some(ended()))
+            }
             _ => (Answer::Ok, None),
         }
     }
@@ -163,7 +171,8 @@ impl Brain {
                 if is_published && !force {
                     return (Answer::Precondition(No::Published), None);
                 }
-                if !self.pools_have_it() || self.record.is_unsure && self.heard.is_none() && !force {
+                if !self.pools_have_it() || self.record.is_unsure && self.heard.is_none() && !force
+                {
                     return (Answer::NotYet, None);
                 }
                 (Answer::NotYet, self.demoted(now))
@@ -186,7 +195,8 @@ impl Brain {
     fn whole_point(&self) -> Option<PointId> {
         let points = &self.record.points;
         let point = if self.record.is_own() { points.last } else { self.fed().or(points.complete) };
-        let is_known = !self.record.is_unsure || mutant::is("complete-of-restored-records-believed");
+        let is_known =
+            !self.record.is_unsure || mutant::is("complete-of-restored-records-believed");
         point.filter(|point| is_known && self.holds(*point))
     }
 
@@ -223,6 +233,14 @@ impl Brain {
         let Some(word) = &self.heard else { return (Answer::NotYet, None) };
         if word.role == Role::Primary {
             return self.promote_beside(word, force);
+        }
+        // A side that discards its own waits for a primary, and becomes none before that.
+        if word.role == Role::Resyncing
+            && force
+            && record.is_own()
+            && let Some(point) = point
+        {
+            return forced(point);
         }
         if word.role != Role::Secondary || record.chain.relation(&word.chain) != Relation::Same {
             return (Answer::NotYet, None);
@@ -325,9 +343,12 @@ impl Brain {
         if record.is_own() {
             return points.last.is_some() && points.common == points.last;
         }
-        let Some(word) = self.heard.as_ref().filter(|_| !self.is_silent(now.time)) else { return false };
+        let Some(word) = self.heard.as_ref().filter(|_| !self.is_silent(now.time)) else {
+            return false;
+        };
         let is_same = record.chain.relation(&word.chain) == Relation::Same;
-        let has_newest = word.offer.is_none() && points.complete.is_some() && record.receiving.is_none();
+        let has_newest =
+            word.offer.is_none() && points.complete.is_some() && record.receiving.is_none();
         is_same && has_newest && !record.is_unsure
     }
 

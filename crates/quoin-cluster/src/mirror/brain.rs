@@ -19,16 +19,28 @@ pub enum Event {
     Tick,
     Observed(VolumeId, Observed),
     /// The record was written.
-    Stored { version: u64 },
+    Stored {
+        version: u64,
+    },
     /// The record is another one: it was changed by somebody else.
-    Changed { record: Box<Record>, version: u64 },
+    Changed {
+        record: Box<Record>,
+        version: u64,
+    },
     /// The cuts of a point count.
-    PointMade { point: PointId, cut_ms: u64 },
+    PointMade {
+        point: PointId,
+        cut_ms: u64,
+    },
     /// Nothing of a point counts.
-    PointBroken { point: PointId },
+    PointBroken {
+        point: PointId,
+    },
     /// A mirror of this cluster received a frame of the other cluster.
     Heard,
-    OwnMirror { is_running: bool },
+    OwnMirror {
+        is_running: bool,
+    },
     Message(Vec<u8>),
 }
 
@@ -46,13 +58,20 @@ pub enum Order {
     /// quorum of the pools refuses it.
     Fence(u128),
     /// Has pools keep role and generation.
-    Keep { is_primary: bool, begun: Begun },
+    Keep {
+        is_primary: bool,
+        begun: Begun,
+    },
     /// Cuts the live view, which nobody changes.
     Cut(PointId),
     Drop(PointId),
     Revert(PointId),
     /// Lends a target that takes the slots of this transfer alone.
-    Receive { transfer: Transfer, token: u128, from: u64 },
+    Receive {
+        transfer: Transfer,
+        token: u128,
+        from: u64,
+    },
     /// Takes no slots any more.
     Stop,
     /// Keeps the live view in a snapshot that no transfer touches.
@@ -62,13 +81,29 @@ pub enum Order {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Action {
     /// Writes the record if it still has this version.
-    Store { expected: u64, record: Box<Record> },
+    Store {
+        expected: u64,
+        record: Box<Record>,
+    },
     Send(Vec<u8>),
     /// Cuts one point over all members, while their clients go on.
-    MakePoint { stamp: Stamp, point: PointId, members: Vec<VolumeId> },
-    Member { volume: VolumeId, stamp: Stamp, order: Order },
+    MakePoint {
+        stamp: Stamp,
+        point: PointId,
+        members: Vec<VolumeId>,
+    },
+    Member {
+        volume: VolumeId,
+        stamp: Stamp,
+        order: Order,
+    },
     /// Sends the slots of a member to the other side.
-    Ship { volume: VolumeId, transfer: Transfer, token: u128, from: u64 },
+    Ship {
+        volume: VolumeId,
+        transfer: Transfer,
+        token: u128,
+        from: u64,
+    },
 }
 
 /// The brain of one group on one side.
@@ -88,6 +123,8 @@ pub struct Brain {
     ordered: Option<(Time, Vec<Action>)>,
     /// The point that this life named, and the time of its cuts once they count.
     pub(super) cut: Option<(PointId, Option<u64>)>,
+    /// The point of the record that this life recorded over, so that the life that named it offers it no more.
+    pub(super) given_up: Option<PointId>,
     pub(super) cursors_at: Time,
 }
 
@@ -115,6 +152,7 @@ impl Brain {
             said: None,
             ordered: None,
             cut: None,
+            given_up: None,
             cursors_at: now.time,
         }
     }
@@ -128,6 +166,11 @@ impl Brain {
         self.heard.as_ref()
     }
 
+    /// Returns true for the point that this life named, while its cuts may count.
+    pub(super) fn has_named(&self, point: PointId) -> bool {
+        self.cut.is_some_and(|(named, _)| named == point)
+    }
+
     pub(super) fn is_storing(&self) -> bool {
         self.storing.is_some()
     }
@@ -138,6 +181,7 @@ impl Brain {
             Event::Observed(volume, observed) => self.observe(now, volume, observed),
             Event::Stored { version } => {
                 if let Some(record) = self.storing.take() {
+                    self.given_up = record.points.cutting.filter(|point| !self.has_named(*point));
                     self.record = record;
                     self.version = version;
                 }
@@ -147,6 +191,12 @@ impl Brain {
                 // A change that was overtaken by what is known says nothing.
                 if (record.term, version) > known {
                     self.storing = None;
+                    self.cut = None;
+                    self.given_up = None;
+                    // Who wrote it may have heard a newer word.
+                    if !mutant::is("word-of-before-another-life-believed") {
+                        self.heard = None;
+                    }
                     self.record = *record;
                     self.version = version;
                 }
@@ -186,9 +236,8 @@ impl Brain {
     fn order(&mut self, now: Now, out: &mut Vec<Action>) {
         let mut orders = Vec::new();
         self.orders(&mut orders);
-        let is_said = |(at, said): &(Time, Vec<Action>)| {
-            *said == orders && now.time.since(*at) < SAY_AGAIN
-        };
+        let is_said =
+            |(at, said): &(Time, Vec<Action>)| *said == orders && now.time.since(*at) < SAY_AGAIN;
         if !self.ordered.as_ref().is_some_and(is_said) {
             out.extend(orders.iter().cloned());
             self.ordered = Some((now.time, orders));

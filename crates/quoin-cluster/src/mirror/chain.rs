@@ -53,7 +53,9 @@ pub struct Chain(Vec<Begun>);
 pub enum Relation {
     Same,
     /// The other one goes on where this one ends. Its next generation began at this point.
-    Behind { fork: Option<PointId> },
+    Behind {
+        fork: Option<PointId>,
+    },
     /// This one goes on where the other one ends.
     Ahead,
     /// Each has a generation that the other one lacks.
@@ -138,7 +140,10 @@ mod tests {
         let whole = chain(&[begun(1, 1, 0), begun(2, 2, 5), begun(3, 1, 6)]);
         let gap = chain(&[begun(1, 1, 0), begun(3, 1, 6)]);
         assert_eq!(gap.relation(&whole), Relation::Same);
-        assert_eq!(chain(&[begun(1, 1, 0)]).relation(&gap), Relation::Behind { fork: Some(PointId(6)) });
+        assert_eq!(
+            chain(&[begun(1, 1, 0)]).relation(&gap),
+            Relation::Behind { fork: Some(PointId(6)) }
+        );
     }
 
     #[test]

@@ -356,9 +356,11 @@ mod tests {
 
     fn claims() -> impl Strategy<Value = Option<Claim>> {
         let claim = (any::<u64>(), any::<u128>(), any::<u128>());
-        proptest::option::of(
-            claim.prop_map(|(number, point, id)| Claim { number, point: PointId(point), id }),
-        )
+        proptest::option::of(claim.prop_map(|(number, point, id)| Claim {
+            number,
+            point: PointId(point),
+            id,
+        }))
     }
 
     fn transfers() -> impl Strategy<Value = Transfer> {
@@ -366,10 +368,12 @@ mod tests {
     }
 
     fn members() -> impl Strategy<Value = Vec<Member>> {
-        proptest::collection::btree_map(any::<u128>(), any::<bool>(), 0..=MEMBERS_MAX).prop_map(|all| {
-            let member = |(volume, has_base)| Member { volume: VolumeId(volume), has_base };
-            all.into_iter().map(member).collect()
-        })
+        proptest::collection::btree_map(any::<u128>(), any::<bool>(), 0..=MEMBERS_MAX).prop_map(
+            |all| {
+                let member = |(volume, has_base)| Member { volume: VolumeId(volume), has_base };
+                all.into_iter().map(member).collect()
+            },
+        )
     }
 
     fn words() -> impl Strategy<Value = Word> {
@@ -379,7 +383,13 @@ mod tests {
         let want = proptest::option::of((transfers(), any::<u128>(), cursors));
         let offer = proptest::option::of((transfers(), any::<u64>()));
         (told, held, want, offer, any::<(bool, u64, bool)>()).prop_map(
-            |((role, chain, members, complete, common, last, claim, yielded), held, want, offer, flags)| {
+            |(
+                (role, chain, members, complete, common, last, claim, yielded),
+                held,
+                want,
+                offer,
+                flags,
+            )| {
                 let (asks_step_down, interval_s, may_take_over) = flags;
                 Word {
                     role,
@@ -414,8 +424,10 @@ mod tests {
 
     fn records() -> impl Strategy<Value = Record> {
         let who = (any::<[u128; 3]>(), any::<u64>(), roles(), members(), chains());
-        let known = (proptest::array::uniform5(points()), any::<[u64; 4]>(), transfers(), any::<bool>());
-        let rest = (proptest::array::uniform3(claims()), any::<[bool; 6]>(), any::<u128>(), points());
+        let known =
+            (proptest::array::uniform5(points()), any::<[u64; 4]>(), transfers(), any::<bool>());
+        let rest =
+            (proptest::array::uniform3(claims()), any::<[bool; 6]>(), any::<u128>(), points());
         (who, known, rest).prop_map(|(who, known, rest)| {
             let ([group, cluster, peer], term, role, members, chain) = who;
             let ([cutting, offered, complete, common, last], times, transfer, is_receiving) = known;

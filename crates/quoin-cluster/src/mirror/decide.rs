@@ -18,8 +18,7 @@ const CURSOR_WITHIN: Duration = Duration::from_secs(5);
 impl Brain {
     pub(super) fn next_record(&self, now: Now) -> Option<Record> {
         let record = &self.record;
-        let needs_fence =
-            matches!(record.role, Role::Demoting | Role::Promoting | Role::Resyncing);
+        let needs_fence = matches!(record.role, Role::Demoting | Role::Promoting | Role::Resyncing);
         if needs_fence && record.fence == 0 {
             return Some(Record { fence: now.draw, ..record.clone() });
         }
@@ -76,13 +75,20 @@ impl Brain {
             if points.offered == common {
                 points.offered = None;
             }
-            if record.role == Role::Secondary && !is_copy && points.last != common {
+            // A final point of former times, which was dropped since.
+            points.last = points.last.filter(|last| self.holds(*last));
+            if record.role == Role::Secondary
+                && !is_copy
+                && points.last.is_some()
+                && points.last != common
+            {
                 points.offered = points.last;
                 points.offered_cut_ms = 0;
             }
             record.is_unsure = false;
             for member in &mut record.members {
-                let holds = |point| self.members.get(&member.volume).is_some_and(|m| m.holds(point));
+                let holds =
+                    |point| self.members.get(&member.volume).is_some_and(|m| m.holds(point));
                 let has_it = |other: &&super::Member| other.volume == member.volume;
                 member.has_base |= if is_copy {
                     common.is_some_and(holds)
@@ -98,7 +104,8 @@ impl Brain {
         let word = self.heard.as_ref().filter(|word| word.role == Role::Secondary)?;
         let record = &self.record;
         let is_same = record.chain.relation(&word.chain) == Relation::Same;
-        let point = word.complete.filter(|point| is_same && record.is_own() && self.holds(*point))?;
+        let point =
+            word.complete.filter(|point| is_same && record.is_own() && self.holds(*point))?;
         if record.is_unsure || !self.is_newer(point, record.points.common) {
             return None;
         }
@@ -162,7 +169,8 @@ impl Brain {
                     })
                 }
                 Some((point, None)) if point == cutting => None,
-                // Another life named it, or its cuts do not count.
+                // Another life named it, or its cuts do not count: that is recorded before anything is dropped.
+                _ if !self.gives_up(cutting) => Some(record.clone()),
                 _ => {
                     let is_gone = record.members.iter().all(|member| {
                         self.members.get(&member.volume).is_some_and(|seen| !seen.holds(cutting))
@@ -177,7 +185,8 @@ impl Brain {
         let is_idle = points.common.is_some_and(|common| self.is_at(common))
             && record.members.iter().all(|member| member.has_base)
             && !mutant::is("idle-by-the-bare-lsn");
-        let is_due = now.wall_ms >= points.common_cut_ms.saturating_add(record.parameters.interval_s * 1000);
+        let is_due =
+            now.wall_ms >= points.common_cut_ms.saturating_add(record.parameters.interval_s * 1000);
         if points.offered.is_some() || is_idle || !is_due || !self.all(|_| true) {
             return None;
         }
@@ -186,6 +195,11 @@ impl Brain {
             point = PointId(7);
         }
         self.changed(|record| record.points.cutting = Some(point))
+    }
+
+    /// Returns true once nobody offers a named point any more.
+    pub(super) fn gives_up(&self, cutting: PointId) -> bool {
+        self.given_up == Some(cutting) || mutant::is("dropped-before-it-is-given-up")
     }
 
     /// The record of a demotion that begins.
@@ -202,8 +216,8 @@ impl Brain {
     fn demoting(&self, now: Now) -> Option<Record> {
         let record = &self.record;
         let last = record.points.last?;
-        let is_cut = self.holds(last)
-            && (self.is_at(last) || mutant::is("fenced-after-the-final-point"));
+        let is_cut =
+            self.holds(last) && (self.is_at(last) || mutant::is("fenced-after-the-final-point"));
         if !is_cut || !self.all(|member| member.fenced == record.fence) {
             return None;
         }
@@ -231,8 +245,8 @@ impl Brain {
                     .or_else(|| self.granted(now, word))
                     .or_else(|| self.copy(now, word))
             }
-            Relation::Forked => self.diverged(),
-            Relation::Behind { fork } => self.behind(word, fork),
+            Relation::Forked => self.diverged(now),
+            Relation::Behind { fork } => self.behind(now, word, fork),
         }
     }
 
@@ -242,7 +256,13 @@ impl Brain {
         if is_forgotten { self.demoted(now) } else { None }
     }
 
-    fn diverged(&self) -> Option<Record> {
+    /// With its final point, so that a person may take this side for the truth.
+    fn diverged(&self, now: Now) -> Option<Record> {
+        if self.record.is_own()
+            && let Some(record) = self.final_again(now)
+        {
+            return Some(record);
+        }
         self.changed(|record| {
             record.role = Role::Diverged;
             record.claims.own = None;
@@ -250,14 +270,14 @@ impl Brain {
     }
 
     /// The other chain goes on where this one ends: it is followed, unless this side wrote behind the fork.
-    fn behind(&self, word: &Word, fork: Option<PointId>) -> Option<Record> {
+    fn behind(&self, now: Now, word: &Word, fork: Option<PointId>) -> Option<Record> {
         if !self.all(|_| true) {
             return None;
         }
         let is_own = self.record.is_own();
         let is_unchanged = fork.is_some_and(|fork| self.holds(fork) && self.is_at(fork));
         if is_own && !is_unchanged && !mutant::is("diverged-not-seen") {
-            return self.diverged();
+            return self.diverged(now);
         }
         self.changed(|record| {
             record.chain = word.chain.clone();
@@ -278,9 +298,10 @@ impl Brain {
         let is_final = !record.is_own()
             || record.points.last == Some(claim.point)
             || mutant::is("claimed-point-not-compared");
-        let wins = record.claims.own.is_some_and(|own| {
-            (own.number, record.peer) > (claim.number, record.cluster)
-        });
+        let wins = record
+            .claims
+            .own
+            .is_some_and(|own| (own.number, record.peer) > (claim.number, record.cluster));
         let is_kept = mutant::is("own-claim-kept-while-yielding");
         let may = is_final && claim.number > top && !record.is_unsure && self.pools_have_it();
         if !may || wins && !is_kept || mutant::is("claim-not-recorded-by-the-yielder") {
@@ -322,10 +343,14 @@ impl Brain {
             return self.complete(point);
         }
         let points = &record.points;
-        if points.complete.is_some() && word.common == points.complete && points.common != points.complete {
+        if points.complete.is_some()
+            && word.common == points.complete
+            && points.common != points.complete
+        {
             return self.changed(|record| record.points.common = record.points.complete);
         }
-        let offered = word.offer.as_ref().filter(|offer| points.complete != Some(offer.transfer.point));
+        let offered =
+            word.offer.as_ref().filter(|offer| points.complete != Some(offer.transfer.point));
         let current = record.receiving.as_ref();
         if let Some(offer) = offered
             && current.is_none_or(|receiving| receiving.transfer != offer.transfer)
@@ -345,7 +370,8 @@ impl Brain {
             let is_ready = |member: &super::Member| {
                 let Some(seen) = self.members.get(&member.volume) else { return false };
                 // An older order that is still on its way would change what was seen.
-                let is_heard = seen.stamp >= self.stamp() || mutant::is("late-orders-not-waited-for");
+                let is_heard =
+                    seen.stamp >= self.stamp() || mutant::is("late-orders-not-waited-for");
                 let is_stopped = seen.order.is_none() && is_heard;
                 let base = receiving.transfer.base.filter(|base| seen.holds(*base));
                 let is_at = base.is_none_or(|base| seen.at == Some(base));
@@ -368,7 +394,9 @@ impl Brain {
             }
             record.members.retain(|member| word.members.iter().any(|o| o.volume == member.volume));
             let cursors = match &record.receiving {
-                Some(former) if mutant::is("cursor-of-another-point-used") => former.cursors.clone(),
+                Some(former) if mutant::is("cursor-of-another-point-used") => {
+                    former.cursors.clone()
+                }
                 _ => vec![0; record.members.len()],
             };
             record.receiving = Some(Receiving {
@@ -411,7 +439,8 @@ impl Brain {
             .map(|(member, cursor)| {
                 let seen = self.members.get(&member.volume).filter(|seen| seen.order == own);
                 let early = mutant::is("cursor-above-stable");
-                let to = |seen: &super::Observed| if early { seen.taken_to } else { seen.stable_to };
+                let to =
+                    |seen: &super::Observed| if early { seen.taken_to } else { seen.stable_to };
                 seen.map_or(*cursor, |seen| to(seen).max(*cursor))
             })
             .collect();
@@ -462,8 +491,8 @@ impl Brain {
         let word = self.heard.as_ref()?;
         let record = &self.record;
         let base = self.newest_of_both();
-        let is_kept = self.all(|member| member.lost == record.lost)
-            || mutant::is("resync-without-lost");
+        let is_kept =
+            self.all(|member| member.lost == record.lost) || mutant::is("resync-without-lost");
         let is_back = base.is_none_or(|base| self.is_at(base));
         let is_fenced = self.all(|member| member.fenced == record.fence);
         if !is_kept || !is_back || !is_fenced || !self.may_discard() {
@@ -472,7 +501,8 @@ impl Brain {
         self.changed(|record| {
             record.role = Role::Secondary;
             record.chain = word.chain.clone();
-            record.points = super::record::Points { common: base, complete: base, ..Default::default() };
+            record.points =
+                super::record::Points { common: base, complete: base, ..Default::default() };
             record.claims = Claims::default();
             record.receiving = None;
             record.is_unsure = false;

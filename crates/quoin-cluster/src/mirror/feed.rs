@@ -41,6 +41,8 @@ pub struct Feed {
     order: Option<(Transfer, u128)>,
     stream: u64,
     next: u64,
+    /// Nothing before it is missing. A stream that follows another one may begin before it, and has slots again.
+    taken_to: u64,
     digest: u64,
     is_fed: bool,
 }
@@ -49,7 +51,12 @@ impl Feed {
     /// Begins a transfer where its cursor is.
     pub fn order(&mut self, transfer: Transfer, token: u128, from: u64) {
         if self.order != Some((transfer, token)) {
-            *self = Self { order: Some((transfer, token)), next: from, ..Self::default() };
+            *self = Self {
+                order: Some((transfer, token)),
+                next: from,
+                taken_to: from,
+                ..Self::default()
+            };
         }
     }
 
@@ -64,8 +71,8 @@ impl Feed {
         self.order
     }
 
-    pub fn next(&self) -> u64 {
-        self.next
+    pub fn taken_to(&self) -> u64 {
+        self.taken_to
     }
 
     pub fn is_fed(&self) -> bool {
@@ -86,7 +93,8 @@ impl Feed {
             return Err(Refused::NotOrdered);
         }
         // A stream that goes on for one that broke begins where nothing is missing, with a digest of its own.
-        let is_next = slot.stream > self.stream && slot.place == slot.from && slot.from <= self.next;
+        let is_next =
+            slot.stream > self.stream && slot.place == slot.from && slot.from <= self.taken_to;
         if is_next && !self.is_fed {
             (self.stream, self.next, self.digest) = (slot.stream, slot.from, 0);
         }
@@ -103,6 +111,7 @@ impl Feed {
         }
         self.digest = digest;
         self.next += 1;
+        self.taken_to = self.taken_to.max(self.next);
         self.is_fed = slot.end.is_some();
         Ok(slot.place)
     }
@@ -130,6 +139,17 @@ mod tests {
         assert_eq!(feed.take(&slot(4)), Err(Refused::OutOfOrder));
         let digest = Feed::digest(Feed::digest(0, 5), 5);
         assert_eq!(feed.take(&Slot { end: Some(digest), ..second(3, 4) }), Ok(4));
+    }
+
+    #[test]
+    fn a_stream_that_has_slots_again_takes_nothing_back() {
+        let mut feed = Feed::default();
+        feed.order(TRANSFER, 9, 3);
+        (3..6).for_each(|place| assert_eq!(feed.take(&slot(place)), Ok(place)));
+        let later = |stream, from, place| Slot { stream, from, ..slot(place) };
+        assert_eq!(feed.take(&later(2, 4, 4)), Ok(4));
+        assert_eq!(feed.taken_to(), 6);
+        assert_eq!(feed.take(&later(3, 6, 6)), Ok(6));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What a cluster sees of the members of its side.
 
 use quoin_types::ids::PointId;
+use quoin_types::mutant;
 
 use super::brain::Stamp;
 use super::chain::Begun;
@@ -44,6 +45,12 @@ pub struct Observed {
 }
 
 impl Observed {
+    /// Returns true once all of the transfer is on stable media: what is not, a target that ends takes with it.
+    pub fn is_whole(&self) -> bool {
+        let is_stable = self.stable_to >= self.taken_to || mutant::is("cut-before-it-is-stable");
+        self.is_fed && is_stable
+    }
+
     pub fn holds(&self, point: PointId) -> bool {
         self.points.contains(&point)
     }

@@ -52,7 +52,7 @@ impl Brain {
 
     /// A point that another life named, or whose cuts do not count.
     fn give_up_cut(&self, seen: &Observed, orders: &mut Vec<Order>) {
-        let is_given_up = |point: &PointId| self.cut.is_none_or(|(named, _)| named != *point);
+        let is_given_up = |point: &PointId| !self.has_named(*point) && self.gives_up(*point);
         if let Some(point) = self.record.points.cutting.filter(is_given_up)
             && seen.holds(point)
         {
@@ -94,7 +94,7 @@ impl Brain {
             }
         } else if seen.order != own {
             orders.push(self.receive_order(member, receiving));
-        } else if self.all(|member| member.is_fed && member.order == own) && seen.is_fed {
+        } else if self.all(|member| member.is_whole() && member.order == own) && seen.is_whole() {
             let point = receiving.transfer.point;
             if !seen.holds(point) {
                 orders.push(Order::Cut(point));
@@ -134,7 +134,9 @@ impl Brain {
             return orders.push(Order::KeepLost(lost));
         }
         let all_kept = self.all(|member| member.lost == record.lost) || skips;
-        if let Some(base) = base.filter(|_| all_fenced && all_kept && !is_back && self.may_discard()) {
+        if let Some(base) =
+            base.filter(|_| all_fenced && all_kept && !is_back && self.may_discard())
+        {
             orders.push(Order::Revert(base));
         }
     }
@@ -143,7 +145,8 @@ impl Brain {
     fn unpin(&self, seen: &Observed, orders: &mut Vec<Order>) {
         let record = &self.record;
         let is_at_rest = matches!(record.role, Role::Primary | Role::Secondary);
-        let offered = record.points.offered.filter(|_| mutant::is("unpinned-before-the-peer-recorded"));
+        let offered =
+            record.points.offered.filter(|_| mutant::is("unpinned-before-the-peer-recorded"));
         let common = offered.or(record.points.common);
         let place = seen.points.iter().position(|point| Some(*point) == common);
         let Some(place) = place.filter(|_| is_at_rest && !record.is_unsure) else { return };
@@ -176,7 +179,12 @@ impl Brain {
         for (member, from) in word.members.iter().zip(&want.cursors) {
             let mut transfer = want.transfer;
             transfer.base = transfer.base.filter(|_| member.has_base);
-            out.push(Action::Ship { volume: member.volume, transfer, token: want.token, from: *from });
+            out.push(Action::Ship {
+                volume: member.volume,
+                transfer,
+                token: want.token,
+                from: *from,
+            });
         }
     }
 }

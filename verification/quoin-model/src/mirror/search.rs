@@ -78,7 +78,12 @@ const FOLLOWED_OF: u64 = 32;
 
 /// Visits every state within the bounds, or stops at the first that an invariant forbids. With
 /// `progress`, each state is also followed on without callers and faults until nothing is left to do.
-pub fn search(bounds: Bounds, broken: Option<Broken>, states_max: usize, progress: bool) -> Explored {
+pub fn search(
+    bounds: Bounds,
+    broken: Option<Broken>,
+    states_max: usize,
+    progress: bool,
+) -> Explored {
     let world = World { bounds, broken };
     let first = State::first(&bounds);
     let mut visited = HashSet::<u64, Folded>::default();

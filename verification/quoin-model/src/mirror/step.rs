@@ -1,8 +1,8 @@
 //! Steps: each changes one record, gives one order, or is something that happens outside.
 
 use super::state::{
-    Begun, Claim, Generation, Live, MEMBERS, OF_MEMBER, Record, Role, Side, State, Transfer, Word, bit,
-    newest,
+    Begun, Claim, Generation, Live, MEMBERS, OF_MEMBER, Record, Role, Side, State, Transfer, Word,
+    bit, newest,
 };
 use super::{Bounds, Broken};
 
@@ -149,10 +149,11 @@ impl World {
     fn word(&self, side: &Side) -> Word {
         let record = &side.record;
         let is_sure = !record.is_unsure;
-        let base = side.heard.map_or(0, |word| newest(word.held & side.held() & !bit(record.offered)));
+        let base =
+            side.heard.map_or(0, |word| newest(word.held & side.held() & !bit(record.offered)));
         let point = record.offered;
-        let offer = (point != 0 && is_sure && side.heard.is_some())
-            .then_some(Transfer { point, base });
+        let offer =
+            (point != 0 && is_sure && side.heard.is_some()).then_some(Transfer { point, base });
         Word {
             role: record.role,
             chain: record.chain,
@@ -198,10 +199,16 @@ impl World {
     /// The other side recorded a newer point as complete.
     fn common(&self, state: &State, x: usize, next: &mut Vec<Step>) {
         let side = &state.sides[x];
-        let Some(word) = side.heard.filter(|_| side.is_own(x) && !side.record.is_unsure) else { return };
+        let Some(word) = side.heard.filter(|_| side.is_own(x) && !side.record.is_unsure) else {
+            return;
+        };
         let is_same = word.chain.top() == side.record.chain.top();
         let point = word.complete;
-        if is_same && word.role == Role::Secondary && side.holds(point) && point > side.record.common {
+        if is_same
+            && word.role == Role::Secondary
+            && side.holds(point)
+            && point > side.record.common
+        {
             let mut after = *state;
             let record = &mut after.sides[x].record;
             record.common = point;
@@ -248,7 +255,8 @@ impl World {
 
     fn demoting(&self, state: &State, x: usize, next: &mut Vec<Step>) {
         let side = &state.sides[x];
-        let (is_cut, early) = (side.holds(side.record.last), self.is(Broken::FencedAfterTheFinalPoint));
+        let (is_cut, early) =
+            (side.holds(side.record.last), self.is(Broken::FencedAfterTheFinalPoint));
         let mut after = *state;
         if !side.is_fenced && !(early && !is_cut) {
             fence(&mut after.sides[x]);
@@ -361,7 +369,10 @@ impl World {
     fn copy(&self, state: &State, x: usize, word: &Word, next: &mut Vec<Step>) {
         let side = &state.sides[x];
         let record = &side.record;
-        if word.common == record.complete && record.complete != 0 && record.common != record.complete {
+        if word.common == record.complete
+            && record.complete != 0
+            && record.common != record.complete
+        {
             let mut after = *state;
             after.sides[x].record.common = record.complete;
             next.push(("the copy hears that its point is common", x, after));
@@ -586,7 +597,8 @@ impl World {
         let is_there = side.holds(own) && !record.chain.is_full();
         let demoted = side.heard.filter(|word| {
             let is_same = word.chain.top() == record.chain.top() && word.role == Role::Secondary;
-            is_same && (side.is_own(x) || word.last == own || self.is(Broken::ClaimedPointNotCompared))
+            is_same
+                && (side.is_own(x) || word.last == own || self.is(Broken::ClaimedPointNotCompared))
         });
         let may = is_there && demoted.is_some() && yielded <= top && !record.is_unsure;
         if state.promotions > 0 && may && record.claim.is_none() {

@@ -109,8 +109,16 @@ impl Mirrors {
             of.insert(volume, live);
             return;
         }
+        let is_named = self.checks.points.get(&point).is_some_and(|of| of.contains_key(&volume));
+        // The cut of a demotion that a restore undid may come late. No other side has its point.
+        let is_elsewhere = self.sides[1 - side].volumes[&volume].holds(point);
+        if !is_named && self.checks.restores > 0 && !is_elsewhere {
+            self.checks.points.entry(point).or_default().insert(volume, live);
+            return;
+        }
         let Some(content) = self.checks.points.get(&point).and_then(|of| of.get(&volume)) else {
-            return self.violate("DigestMatches", format!("{side}: {point:?} of {volume:?} is no point"));
+            return self
+                .violate("DigestMatches", format!("{side}: {point:?} of {volume:?} is no point"));
         };
         if *content != live {
             let detail = format!("{side}: {volume:?} at {point:?} is {live:?}, not {content:?}");
@@ -156,7 +164,8 @@ impl Mirrors {
             // It discarded its own generation.
             self.checks.said[side] = (0, None, 0);
         }
-        self.checks.take_overs += u64::from(after.role == Role::Demoting && before.role == Role::Primary);
+        self.checks.take_overs +=
+            u64::from(after.role == Role::Demoting && before.role == Role::Primary);
         if after.points.complete != before.points.complete
             && after.role == Role::Secondary
             && let Some(point) = after.points.complete
@@ -164,12 +173,17 @@ impl Mirrors {
             self.checks.completions += 1;
             self.checks.had_common = true;
             if !self.sides[side].holds(point) {
-                self.violate("PointMeansAllMembers", format!("{side}: {point:?} is not held by all"));
+                self.violate(
+                    "PointMeansAllMembers",
+                    format!("{side}: {point:?} is not held by all"),
+                );
             }
             let joined = |member: &&Member| member.has_base;
-            let lacks = after.members.iter().filter(joined).find(|member| {
-                !self.sides[side].volumes[&member.volume].holds(point)
-            });
+            let lacks = after
+                .members
+                .iter()
+                .filter(joined)
+                .find(|member| !self.sides[side].volumes[&member.volume].holds(point));
             if let Some(member) = lacks.copied() {
                 self.violate("PointMeansAllMembers", format!("{side}: {member:?} lacks {point:?}"));
             }
@@ -194,8 +208,10 @@ impl Mirrors {
             let live = self.sides[side].volumes[&member.volume].live.clone();
             let promised = self.checks.points.get(&point).and_then(|of| of.get(&member.volume));
             if promised != Some(&live) {
-                let detail =
-                    format!("{side}: {:?} shows {live:?}, {point:?} is {promised:?}", member.volume);
+                let detail = format!(
+                    "{side}: {:?} shows {live:?}, {point:?} is {promised:?}",
+                    member.volume
+                );
                 return self.violate("PromoteShowsCompletePoint", detail);
             }
             shown.insert(member.volume, live);
@@ -205,8 +221,10 @@ impl Mirrors {
             let truth = &self.checks.truth[&former];
             let lacks = shown.iter().find(|(volume, live)| truth.get(volume) != Some(*live));
             if let Some((volume, live)) = lacks {
-                let detail =
-                    format!("{side}: {volume:?} shows {live:?}, acknowledged {:?}", truth.get(volume));
+                let detail = format!(
+                    "{side}: {volume:?} shows {live:?}, acknowledged {:?}",
+                    truth.get(volume)
+                );
                 return self.violate("PlannedMoveLosesNothing", detail);
             }
         }
@@ -230,8 +248,7 @@ impl Mirrors {
         let generation = word.chain.top().generation;
         let rank = u8::from(word.role != Role::Primary);
         let (number, before, former) = self.checks.said[side];
-        let is_back =
-            generation.number < number || before == Some(generation) && rank < former;
+        let is_back = generation.number < number || before == Some(generation) && rank < former;
         if is_back {
             let detail = format!("{side}: {:?} in {generation:?} after {before:?}", word.role);
             self.violate("RoleNeverGoesBack", detail);
@@ -242,7 +259,8 @@ impl Mirrors {
     /// After each event.
     pub(super) fn check_sides(&mut self) {
         if self.checks.had_common {
-            let mut points = self.sides[0].volumes[&volume(0)].points.iter().map(|(point, _)| *point);
+            let mut points =
+                self.sides[0].volumes[&volume(0)].points.iter().map(|(point, _)| *point);
             let is_common = points.any(|point| self.sides.iter().all(|side| side.holds(point)));
             if !is_common {
                 self.violate("LastCommonPinnedBothSides", "no point is held by both".into());
@@ -281,8 +299,7 @@ impl Mirrors {
         });
         self.checks.checked += 1;
         if let Some(((volume, block), tag)) = lacks {
-            let detail =
-                format!("{side}: told {synced_ms}, {volume:?} block {block} lacks {tag}");
+            let detail = format!("{side}: told {synced_ms}, {volume:?} block {block} lacks {tag}");
             self.violate("SyncTimeIsTrue", detail);
         }
     }
@@ -295,7 +312,11 @@ impl Mirrors {
             let shown = records.iter().map(|record| {
                 format!(
                     "{:?} {:?} top {:?} {:?} unsure {}",
-                    record.role, record.points, record.chain.top(), record.receiving, record.is_unsure
+                    record.role,
+                    record.points,
+                    record.chain.top(),
+                    record.receiving,
+                    record.is_unsure
                 )
             });
             shown.collect::<Vec<_>>().join(" | ")
@@ -307,9 +328,10 @@ impl Mirrors {
         let copy = &records[1 - primary];
         let is_whole = copy.points.complete.is_some_and(|complete| {
             let of = self.checks.points.get(&complete);
-            self.sides[primary].volumes.iter().all(|(volume, target)| {
-                of.and_then(|of| of.get(volume)) == Some(&target.live)
-            })
+            self.sides[primary]
+                .volumes
+                .iter()
+                .all(|(volume, target)| of.and_then(|of| of.get(volume)) == Some(&target.live))
         });
         if !is_whole || copy.receiving.is_some() {
             let detail = state();
@@ -324,7 +346,8 @@ impl Mirrors {
             let made = self.checks.points_made - points;
             self.violate("IdleIsFree", format!("{made} points were cut"));
         }
-        let Some(primary) = self.sides.iter().position(|side| side.stored().role == Role::Primary) else {
+        let Some(primary) = self.sides.iter().position(|side| side.stored().role == Role::Primary)
+        else {
             return;
         };
         let at = self.now();

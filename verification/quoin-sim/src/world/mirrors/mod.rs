@@ -29,7 +29,8 @@ use std::collections::BTreeMap;
 use quoin_cluster::mirror::feed::Slot;
 use quoin_cluster::mirror::record::Parameters;
 use quoin_cluster::mirror::{
-    Action, ClusterId, Event as BrainEvent, Generation, Observed, Order, Record, Role, Stamp, Transfer,
+    Action, ClusterId, Event as BrainEvent, Generation, Observed, Order, Record, Role, Stamp,
+    Transfer,
 };
 use quoin_types::ids::{GroupId, PointId, VolumeId};
 
@@ -148,20 +149,16 @@ impl Mirrors {
             writes_every: *random.pick(&[30, 200, 1500]) * MILLISECOND,
         };
         let members: Vec<VolumeId> = (0..random.between(2, 3) as usize).map(volume).collect();
-        let parameters = Parameters {
-            interval_s: random.between(1, 6),
-            may_take_over: random.percent(50),
-        };
+        let parameters =
+            Parameters { interval_s: random.between(1, 6), may_take_over: random.percent(50) };
         let blocks = random.between(3, 10) as usize;
-        let primary =
-            Record::primary(GROUP, [cluster(0), cluster(1)], members.clone(), parameters);
+        let primary = Record::primary(GROUP, [cluster(0), cluster(1)], members.clone(), parameters);
         let chain = primary.chain.clone();
         let secondary =
             Record::secondary(GROUP, [cluster(1), cluster(0)], members.clone(), chain, parameters);
         let skew = |random: &mut Random| random.below(100_000_000);
-        let sides = [primary, secondary].map(|record| {
-            Side::new(record, &members, blocks, skew(&mut random))
-        });
+        let sides = [primary, secondary]
+            .map(|record| Side::new(record, &members, blocks, skew(&mut random)));
         let mut schedule = Schedule::default();
         for side in 0..2 {
             schedule.after(random.below(200) * MILLISECOND, MirrorEvent::Start(side));
@@ -210,11 +207,11 @@ impl Mirrors {
         let mut stats = self.stats.clone();
         stats.seeds = 1;
         stats.ios.checked = self.checks.checked;
-        let violation = self
-            .checks
-            .violation
-            .clone()
-            .map(|(rule, detail)| Violation { seed, rule: rule.into(), detail });
+        let violation = self.checks.violation.clone().map(|(rule, detail)| Violation {
+            seed,
+            rule: rule.into(),
+            detail,
+        });
         let fingerprint = self.trace.fingerprint();
         Report { stats, violation, fingerprint, lines: self.trace.lines().to_vec() }
     }
@@ -278,7 +275,9 @@ impl Mirrors {
                     self.feed_brain(side, number, BrainEvent::Message(bytes));
                 }
             }
-            MirrorEvent::Order(side, volume, stamp, order) => self.order(side, volume, stamp, order),
+            MirrorEvent::Order(side, volume, stamp, order) => {
+                self.order(side, volume, stamp, order)
+            }
             MirrorEvent::MakePoint { side, brain, stamp, point, members } => {
                 self.make_point(side, brain, stamp, point, &members);
             }
@@ -459,7 +458,8 @@ impl Mirrors {
     fn ship(&mut self, side: usize, volume: VolumeId, transfer: Transfer, token: u128, from: u64) {
         let now = self.now();
         let key = (side, volume, token);
-        let is_fresh = self.streams.get(&key).is_some_and(|stream| now < stream.last_step + 3 * SECOND);
+        let is_fresh =
+            self.streams.get(&key).is_some_and(|stream| now < stream.last_step + 3 * SECOND);
         if is_fresh {
             return;
         }
@@ -596,8 +596,13 @@ mod tests {
                 mirrors.run();
                 assert_eq!(mirrors.report(seed).violation, None);
                 let checks = &mirrors.checks;
-                let each =
-                    [checks.promotions, checks.completions, checks.slots, checks.checked, checks.restores];
+                let each = [
+                    checks.promotions,
+                    checks.completions,
+                    checks.slots,
+                    checks.checked,
+                    checks.restores,
+                ];
                 sums.iter_mut().zip(each).for_each(|(sum, each)| *sum += each);
             }
             let [promotions, completions, slots, checked, restores] = sums;

@@ -26,8 +26,10 @@ impl Mirrors {
         let mut actions = Vec::new();
         let answer = brain.call(now, call, &mut actions);
         self.say(|| format!("{side}: {call:?} as {role:?} -> {answer:?}"));
-        let is_clean_up =
-            matches!(call, Call::Disable | Call::Delete(_) | Call::RemoveMembers | Call::DeleteGroup);
+        let is_clean_up = matches!(
+            call,
+            Call::Disable | Call::Delete(_) | Call::RemoveMembers | Call::DeleteGroup
+        );
         let stores = actions.iter().any(|action| matches!(action, Action::Store { .. }));
         let is_ok = matches!(answer, Answer::Ok | Answer::NotYet);
         if is_clean_up && role.is_copy() && (stores || !is_ok) {
@@ -141,9 +143,15 @@ impl Mirrors {
                 let diverged = usize::from(roles[1] == Role::Diverged);
                 if other == Role::Primary {
                     self.call(diverged, Call::Resync { force: true });
-                } else if other == Role::Secondary {
+                } else if matches!(other, Role::Secondary | Role::Resyncing) {
                     self.call(diverged, Call::AcceptDiverged);
                 }
+            }
+            [Role::Secondary, Role::Resyncing] => {
+                self.call(0, Call::Promote { force: true });
+            }
+            [Role::Resyncing, Role::Secondary] => {
+                self.call(1, Call::Promote { force: true });
             }
             [Role::Secondary, Role::Secondary] => {
                 let to = self.random.index(2);

@@ -98,7 +98,9 @@ impl Mirrors {
     pub(super) fn feed_brain(&mut self, side: usize, number: u64, event: BrainEvent) {
         let now = self.brain_now(side);
         let brains = &mut self.sides[side].brains;
-        let Some((_, brain)) = brains.iter_mut().find(|(other, _)| *other == number) else { return };
+        let Some((_, brain)) = brains.iter_mut().find(|(other, _)| *other == number) else {
+            return;
+        };
         let mut actions = Vec::new();
         brain.on(now, event, &mut actions);
         self.act(side, number, actions);
@@ -210,7 +212,10 @@ impl Mirrors {
         to.brains.clear();
         self.checks.restores += 1;
         self.say(|| {
-            format!("{side}: records of {back} changes ago are recovered: {:?} {:?}", record.role, record.points)
+            format!(
+                "{side}: records of {back} changes ago are recovered: {:?} {:?}",
+                record.role, record.points
+            )
         });
         self.plan_start(side);
     }

@@ -101,7 +101,7 @@ impl Volume {
     }
 
     pub fn sync(&mut self) {
-        self.stable_to = self.feed.next();
+        self.stable_to = self.feed.taken_to();
         self.unsynced.clear();
     }
 
@@ -187,8 +187,8 @@ impl Volume {
     /// Takes one slot: `None` where it is refused.
     pub fn take(&mut self, slot: &Slot, write: Option<(usize, Tag)>) -> Option<Effect> {
         // The core refuses what is written under a lower epoch.
-        let is_old = self.feed_epoch != self.epoch
-            && !quoin_types::mutant::is("fed-under-an-old-epoch");
+        let is_old =
+            self.feed_epoch != self.epoch && !quoin_types::mutant::is("fed-under-an-old-epoch");
         if is_old || self.feed.take(slot).is_err() {
             return None;
         }
@@ -210,7 +210,7 @@ impl Volume {
             at: self.at,
             fenced: self.fenced,
             order: self.feed.ordered(),
-            taken_to: self.feed.next(),
+            taken_to: self.feed.taken_to(),
             stable_to: self.stable_to,
             is_fed: self.feed.is_fed(),
             keepsake: self.keepsake,
