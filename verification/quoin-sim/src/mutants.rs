@@ -21,6 +21,8 @@ pub enum Book {
     Replication,
     /// `docs/store.md`
     Store,
+    /// `docs/mirror.md`
+    Mirror,
     /// `docs/replication.md`, of a way that the product never goes, as it is never the only one or
     /// a person is asked there: the model alone goes it.
     Model,
@@ -38,6 +40,10 @@ const fn core(name: &'static str, swarm: Swarm) -> Defect {
 
 const fn store(name: &'static str, swarm: Swarm) -> Defect {
     Defect { name, book: Book::Store, swarm, like: None }
+}
+
+const fn mirror(name: &'static str, swarm: Swarm) -> Defect {
+    Defect { name, book: Book::Mirror, swarm, like: None }
 }
 
 const fn model(name: &'static str) -> Defect {
@@ -260,6 +266,59 @@ pub const ALL: &[Defect] = &[
     store("base-forgotten-by-a-commit-under-way", Swarm::Pressure),
     store("base-recorded-apart-from-its-clone", Swarm::Pressure),
     store("base-given-up-before-its-clone-is-recorded", Swarm::Pressure),
+    mirror("promoted-without-a-claim", Swarm::Mirrors).like("promoted-without-a-claim"),
+    mirror("claim-not-recorded-by-the-yielder", Swarm::Mirrors)
+        .like("claim-not-recorded-by-the-yielder"),
+    mirror("own-claim-kept-while-yielding", Swarm::Mirrors).like("own-claim-kept-while-yielding"),
+    mirror("claimed-point-not-compared", Swarm::Failovers).like("claimed-point-not-compared"),
+    mirror("promoted-without-a-revert", Swarm::Failovers).like("promoted-without-a-revert"),
+    mirror("in-flight-of-the-record-believed", Swarm::Restored)
+        .like("in-flight-of-the-record-believed"),
+    mirror("fed-under-an-old-epoch", Swarm::Failovers).like("fed-under-an-old-epoch"),
+    mirror("fenced-after-the-final-point", Swarm::Failovers).like("fenced-after-the-final-point"),
+    mirror("complete-before-all-members-are-cut", Swarm::Failovers)
+        .like("complete-before-all-members-are-cut"),
+    mirror("unpinned-before-the-peer-recorded", Swarm::Failovers)
+        .like("unpinned-before-the-peer-recorded"),
+    mirror("other-base-without-a-revert", Swarm::Failovers).like("other-base-without-a-revert"),
+    mirror("reverted-under-an-order", Swarm::Failovers).like("reverted-under-an-order"),
+    mirror("role-of-restored-records-believed", Swarm::Restored)
+        .like("role-of-restored-records-believed"),
+    mirror("transfer-kept-over-a-recovery", Swarm::Restored).like("transfer-kept-over-a-recovery"),
+    mirror("complete-of-restored-records-believed", Swarm::Restored)
+        .like("complete-of-restored-records-believed"),
+    mirror("generation-not-raised", Swarm::Failovers).like("generation-not-raised"),
+    mirror("diverged-not-seen", Swarm::Failovers).like("diverged-not-seen"),
+    mirror("resync-without-lost", Swarm::Failovers).like("resync-without-lost"),
+    mirror("lost-kept-after-the-revert", Swarm::Failovers).like("lost-kept-after-the-revert"),
+    mirror("late-word-of-a-former-life-believed", Swarm::Failovers),
+    mirror("role-told-before-its-pools-have-it", Swarm::Failovers)
+        .like("role-told-before-its-pools-have-it"),
+    mirror("yield-of-another-claim-believed", Swarm::Mirrors),
+    mirror("generation-without-its-cluster", Swarm::Failovers),
+    mirror("generation-without-its-claim", Swarm::Failovers),
+    mirror("resync-beside-a-resync", Swarm::Failovers),
+    mirror("late-orders-not-waited-for", Swarm::Failovers),
+    mirror("fed-without-an-order", Swarm::Failovers),
+    mirror("stream-without-a-token", Swarm::Failovers),
+    mirror("sum-not-checked-when-fed", Swarm::Failovers),
+    mirror("cursor-above-stable", Swarm::Failovers),
+    mirror("cursor-of-another-point-used", Swarm::Failovers),
+    mirror("delete-of-a-copy-deletes", Swarm::Failovers),
+    mirror("disable-of-a-copy-ends-it", Swarm::Failovers),
+    mirror("silence-of-the-own-mirror-taken-for-the-peers", Swarm::Failovers),
+    mirror("taken-over-before-its-final-point", Swarm::Failovers),
+    mirror("sync-time-is-the-arrival", Swarm::Failovers),
+    mirror("idle-by-the-bare-lsn", Swarm::Failovers),
+    mirror("point-id-drawn-twice", Swarm::Failovers),
+    mirror("dropped-before-it-is-given-up", Swarm::Mirrors),
+    mirror("word-of-before-another-life-believed", Swarm::Mirrors),
+    mirror("cut-before-it-is-stable", Swarm::Restored),
+    mirror("slots-taken-back-by-a-stream", Swarm::Mirrors),
+    mirror("diverged-without-a-final-point", Swarm::Failovers),
+    mirror("former-final-point-believed", Swarm::Restored),
+    mirror("final-point-kept-over-a-recovery", Swarm::Restored),
+    mirror("resync-of-the-peer-waited-for", Swarm::Failovers),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

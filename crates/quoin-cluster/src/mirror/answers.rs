@@ -238,6 +238,7 @@ impl Brain {
         if word.role == Role::Resyncing
             && force
             && record.is_own()
+            && !mutant::is("resync-of-the-peer-waited-for")
             && let Some(point) = point
         {
             return forced(point);

@@ -123,8 +123,6 @@ pub struct Brain {
     ordered: Option<(Time, Vec<Action>)>,
     /// The point that this life named, and the time of its cuts once they count.
     pub(super) cut: Option<(PointId, Option<u64>)>,
-    /// The point of the record that this life recorded over, so that the life that named it offers it no more.
-    pub(super) given_up: Option<PointId>,
     pub(super) cursors_at: Time,
 }
 
@@ -152,7 +150,6 @@ impl Brain {
             said: None,
             ordered: None,
             cut: None,
-            given_up: None,
             cursors_at: now.time,
         }
     }
@@ -181,7 +178,6 @@ impl Brain {
             Event::Observed(volume, observed) => self.observe(now, volume, observed),
             Event::Stored { version } => {
                 if let Some(record) = self.storing.take() {
-                    self.given_up = record.points.cutting.filter(|point| !self.has_named(*point));
                     self.record = record;
                     self.version = version;
                 }
@@ -192,7 +188,6 @@ impl Brain {
                 if (record.term, version) > known {
                     self.storing = None;
                     self.cut = None;
-                    self.given_up = None;
                     // Who wrote it may have heard a newer word.
                     if !mutant::is("word-of-before-another-life-believed") {
                         self.heard = None;

@@ -252,7 +252,8 @@ impl Record {
         put_members(&mut out, &self.members);
         put_chain(&mut out, &self.chain);
         let points = &self.points;
-        for point in [points.cutting, points.offered, points.complete, points.common, points.last] {
+        let known = [points.cutting, points.dropping, points.offered];
+        for point in known.into_iter().chain([points.complete, points.common, points.last]) {
             put_point(&mut out, point);
         }
         out.put_u64_le(points.offered_cut_ms);
@@ -292,6 +293,7 @@ impl Record {
             chain: chain(from)?,
             points: Points {
                 cutting: point(from, "cutting")?,
+                dropping: point(from, "dropping")?,
                 offered: point(from, "offered")?,
                 complete: point(from, "complete")?,
                 common: point(from, "common")?,
@@ -425,12 +427,17 @@ mod tests {
     fn records() -> impl Strategy<Value = Record> {
         let who = (any::<[u128; 3]>(), any::<u64>(), roles(), members(), chains());
         let known =
-            (proptest::array::uniform5(points()), any::<[u64; 4]>(), transfers(), any::<bool>());
+            (proptest::array::uniform6(points()), any::<[u64; 4]>(), transfers(), any::<bool>());
         let rest =
             (proptest::array::uniform3(claims()), any::<[bool; 6]>(), any::<u128>(), points());
         (who, known, rest).prop_map(|(who, known, rest)| {
             let ([group, cluster, peer], term, role, members, chain) = who;
-            let ([cutting, offered, complete, common, last], times, transfer, is_receiving) = known;
+            let (
+                [cutting, dropping, offered, complete, common, last],
+                times,
+                transfer,
+                is_receiving,
+            ) = known;
             let ([own, yielded, promoting], flags, fence, lost) = rest;
             let receiving = is_receiving.then(|| Receiving {
                 transfer,
@@ -449,6 +456,7 @@ mod tests {
                 chain,
                 points: Points {
                     cutting,
+                    dropping,
                     offered,
                     complete,
                     common,

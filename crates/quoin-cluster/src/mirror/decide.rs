@@ -20,7 +20,14 @@ impl Brain {
         let record = &self.record;
         let needs_fence = matches!(record.role, Role::Demoting | Role::Promoting | Role::Resyncing);
         if needs_fence && record.fence == 0 {
-            return Some(Record { fence: now.draw, ..record.clone() });
+            return self.changed(|record| {
+                record.fence = now.draw;
+                // The final point of before a recovery may be older than what clients wrote since.
+                let is_kept = mutant::is("final-point-kept-over-a-recovery");
+                if record.role == Role::Demoting && !is_kept {
+                    record.points.last = Some(PointId(now.draw));
+                }
+            });
         }
         match record.role {
             Role::Off | Role::Orphan => None,
@@ -75,8 +82,10 @@ impl Brain {
             if points.offered == common {
                 points.offered = None;
             }
-            // A final point of former times, which was dropped since.
-            points.last = points.last.filter(|last| self.holds(*last));
+            // A final point of former times was dropped since, or the view was written behind it.
+            points.last = points.last.filter(|last| {
+                self.holds(*last) && self.is_at(*last) || mutant::is("former-final-point-believed")
+            });
             if record.role == Role::Secondary
                 && !is_copy
                 && points.last.is_some()
@@ -170,16 +179,19 @@ impl Brain {
                 }
                 Some((point, None)) if point == cutting => None,
                 // Another life named it, or its cuts do not count: that is recorded before anything is dropped.
-                _ if !self.gives_up(cutting) => Some(record.clone()),
-                _ => {
-                    let is_gone = record.members.iter().all(|member| {
-                        self.members.get(&member.volume).is_some_and(|seen| !seen.holds(cutting))
-                    });
-                    if !is_gone {
-                        return None;
-                    }
-                    self.changed(|record| record.points.cutting = None)
-                }
+                _ => self.changed(|record| {
+                    record.points.dropping = record.points.cutting.take();
+                }),
+            };
+        }
+        if let Some(dropping) = points.dropping {
+            let is_gone = record.members.iter().all(|member| {
+                self.members.get(&member.volume).is_some_and(|seen| !seen.holds(dropping))
+            });
+            return if is_gone {
+                self.changed(|record| record.points.dropping = None)
+            } else {
+                None
             };
         }
         let is_idle = points.common.is_some_and(|common| self.is_at(common))
@@ -197,17 +209,13 @@ impl Brain {
         self.changed(|record| record.points.cutting = Some(point))
     }
 
-    /// Returns true once nobody offers a named point any more.
-    pub(super) fn gives_up(&self, cutting: PointId) -> bool {
-        self.given_up == Some(cutting) || mutant::is("dropped-before-it-is-given-up")
-    }
-
     /// The record of a demotion that begins.
     pub(super) fn demoted(&self, now: Now) -> Option<Record> {
         self.changed(|record| {
             record.role = Role::Demoting;
             record.points.last = Some(PointId(now.draw));
             record.points.cutting = None;
+            record.points.dropping = None;
             record.fence = now.draw;
             record.asks_step_down = false;
         })
@@ -259,6 +267,7 @@ impl Brain {
     /// With its final point, so that a person may take this side for the truth.
     fn diverged(&self, now: Now) -> Option<Record> {
         if self.record.is_own()
+            && !mutant::is("diverged-without-a-final-point")
             && let Some(record) = self.final_again(now)
         {
             return Some(record);

@@ -1,6 +1,5 @@
 //! What members are to do as the record is. Everything is said again until it is seen to be done.
 
-use quoin_types::ids::PointId;
 use quoin_types::mutant;
 
 use super::brain::{Action, Brain, Order, Stamp};
@@ -20,7 +19,7 @@ impl Brain {
             self.keep_role(seen, &mut orders);
             match record.role {
                 Role::Off | Role::Diverged => {}
-                Role::Primary => self.give_up_cut(seen, &mut orders),
+                Role::Primary => self.drop_given_up(seen, &mut orders),
                 Role::Demoting => self.cut_last(seen, &mut orders),
                 Role::Secondary => self.receive_slots(member, seen, &mut orders),
                 Role::Promoting => self.go_back(seen, &mut orders),
@@ -50,12 +49,12 @@ impl Brain {
         }
     }
 
-    /// A point that another life named, or whose cuts do not count.
-    fn give_up_cut(&self, seen: &Observed, orders: &mut Vec<Order>) {
-        let is_given_up = |point: &PointId| !self.has_named(*point) && self.gives_up(*point);
-        if let Some(point) = self.record.points.cutting.filter(is_given_up)
-            && seen.holds(point)
-        {
+    fn drop_given_up(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let points = &self.record.points;
+        let early = points
+            .cutting
+            .filter(|point| mutant::is("dropped-before-it-is-given-up") && !self.has_named(*point));
+        if let Some(point) = points.dropping.or(early).filter(|point| seen.holds(*point)) {
             orders.push(Order::Drop(point));
         }
     }

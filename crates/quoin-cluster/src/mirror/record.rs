@@ -79,6 +79,8 @@ pub struct Receiving {
 pub struct Points {
     /// Named, and perhaps cut on some members.
     pub cutting: Option<PointId>,
+    /// Named and given up: nobody offers it any more, and its cuts are dropped.
+    pub dropping: Option<PointId>,
     /// Cut, and to be sent.
     pub offered: Option<PointId>,
     pub offered_cut_ms: u64,
@@ -204,6 +206,7 @@ impl Record {
         self.term = term;
         self.is_unsure = true;
         self.points.cutting = None;
+        self.points.dropping = None;
         self.points.offered = None;
         self.claims.own = None;
         self.asks_step_down = false;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use quoin_cluster::mirror::brain::Now;
 use quoin_cluster::mirror::word::Message;
-use quoin_cluster::mirror::{Generation, Member, Record, Role};
+use quoin_cluster::mirror::{Generation, Member, Record, Role, Stamp};
 use quoin_types::Time;
 use quoin_types::ids::{PointId, VolumeId};
 
@@ -101,19 +101,20 @@ impl Mirrors {
     }
 
     /// A member is cut: the final point of a demotion, or a point of a copy.
-    pub(super) fn check_cut(&mut self, side: usize, volume: VolumeId, point: PointId) {
+    pub(super) fn check_cut(
+        &mut self,
+        side: usize,
+        volume: VolumeId,
+        stamp: Stamp,
+        point: PointId,
+    ) {
         let role = self.sides[side].stored().role;
         let live = self.sides[side].volumes[&volume].live.clone();
-        if role == Role::Demoting {
+        // The cut of a demotion that a restore undid may come late: it was ordered under the term before.
+        let is_undone = self.sides[side].ordered_last(stamp) == Some(point);
+        if role == Role::Demoting || is_undone {
             let of = self.checks.points.entry(point).or_default();
             of.insert(volume, live);
-            return;
-        }
-        let is_named = self.checks.points.get(&point).is_some_and(|of| of.contains_key(&volume));
-        // The cut of a demotion that a restore undid may come late. No other side has its point.
-        let is_elsewhere = self.sides[1 - side].volumes[&volume].holds(point);
-        if !is_named && self.checks.restores > 0 && !is_elsewhere {
-            self.checks.points.entry(point).or_default().insert(volume, live);
             return;
         }
         let Some(content) = self.checks.points.get(&point).and_then(|of| of.get(&volume)) else {

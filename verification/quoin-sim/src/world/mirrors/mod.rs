@@ -18,6 +18,7 @@
 //! | CleanupHarmless | a call of a clean-up that changes a copy |
 //! | IdleIsFree | points of a group that nobody writes |
 //! | Liveness | a copy that is not complete again after the last fault |
+//! | Bounds | a message that is not decoded, a run without an end |
 
 mod checkers;
 mod orchestrator;
@@ -49,6 +50,8 @@ use crate::trace::Trace;
 const GROUP: GroupId = GroupId(1);
 /// Time after the last fault within which all must be well again.
 const WELL_WITHIN: Instant = 400 * SECOND;
+/// Events of one run at most: the longest of 1,000 had a tenth of it.
+const EVENTS_MAX: u64 = 5_000_000;
 /// Time at the end in which nobody writes.
 const IDLE: Instant = 120 * SECOND;
 
@@ -197,6 +200,11 @@ impl Mirrors {
         while !self.is_over && self.checks.violation.is_none() {
             let Some(event) = self.schedule.take() else { break };
             self.stats.events += 1;
+            if self.stats.events > EVENTS_MAX {
+                let detail = format!("at {} ms, next {event:?}", self.now() / MILLISECOND);
+                self.violate("Bounds", detail);
+                break;
+            }
             self.handle(event);
             self.check_sides();
         }
@@ -408,7 +416,7 @@ impl Mirrors {
         match effect {
             Effect::Nothing | Effect::Kept(_) => {}
             Effect::Overwrote(former) => self.check_overwritten(side, volume, &former),
-            Effect::Cut(point) => self.check_cut(side, volume, point),
+            Effect::Cut(point) => self.check_cut(side, volume, stamp, point),
         }
         self.poll(side, volume);
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_cluster::mirror::brain::Now;
-use quoin_cluster::mirror::{Brain, Event as BrainEvent, Keepsake, Record};
+use quoin_cluster::mirror::{Brain, Event as BrainEvent, Keepsake, Record, Role, Stamp};
 use quoin_types::Time;
 use quoin_types::ids::{PointId, VolumeId};
 
@@ -73,6 +73,15 @@ impl Side {
         let any = record.members.iter().any(|member| member.has_base);
         let mut counted = record.members.iter().filter(|member| member.has_base || !any);
         counted.all(|member| self.volumes.get(&member.volume).is_some_and(|v| v.holds(point)))
+    }
+
+    /// The final point of a demotion whose record had this stamp, and was restored away since.
+    pub fn ordered_last(&self, stamp: Stamp) -> Option<PointId> {
+        let records = self.history.iter().filter(|(_, version)| *version == stamp.version);
+        let mut records = records.filter_map(|(bytes, _)| Record::decode(bytes).ok());
+        let is_it = |record: &Record| record.term == stamp.term && record.role == Role::Demoting;
+        let record = records.find(|record| stamp.term < self.term && is_it(record))?;
+        record.points.last
     }
 
     /// The newest role and generation that any pool keeps.
