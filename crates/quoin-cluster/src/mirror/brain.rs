@@ -17,7 +17,7 @@ use super::{POINTS_TOLD_MAX, SAY_AGAIN, SILENT_AFTER};
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
     Tick,
-    Observed(VolumeId, Observed),
+    Observed(VolumeId, Box<Observed>),
     /// The record was written.
     Stored {
         version: u64,
@@ -175,7 +175,7 @@ impl Brain {
     pub fn on(&mut self, now: Now, event: Event, out: &mut Vec<Action>) {
         match event {
             Event::Tick => {}
-            Event::Observed(volume, observed) => self.observe(now, volume, observed),
+            Event::Observed(volume, observed) => self.observe(now, volume, *observed),
             Event::Stored { version } => {
                 if let Some(record) = self.storing.take() {
                     self.record = record;
@@ -188,7 +188,7 @@ impl Brain {
                 if (record.term, version) > known {
                     self.storing = None;
                     self.cut = None;
-                    // Who wrote it may have heard a newer word.
+                    // The life that wrote it may have heard a newer word.
                     if !mutant::is("word-of-before-another-life-believed") {
                         self.heard = None;
                     }

@@ -48,7 +48,7 @@ pub struct Begun {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Chain(Vec<Begun>);
 
-/// What another chain says of one's own.
+/// Relation of one chain to another one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Relation {
     Same,

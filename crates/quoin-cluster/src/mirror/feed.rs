@@ -89,7 +89,7 @@ impl Feed {
         let is_token = mutant::is("stream-without-a-token")
             || self.order.is_some_and(|(_, token)| token == slot.token);
         let is_ordered = self.order.is_some_and(|(transfer, _)| transfer == slot.transfer);
-        if !(is_token && is_ordered) && !mutant::is("fed-without-an-order") {
+        if !(is_token && is_ordered || mutant::is("fed-without-an-order")) {
             return Err(Refused::NotOrdered);
         }
         // A stream that goes on for one that broke begins where nothing is missing, with a digest of its own.

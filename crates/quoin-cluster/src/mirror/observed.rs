@@ -1,4 +1,4 @@
-//! What a cluster sees of the members of its side.
+//! Members of a side, as its cluster sees them.
 
 use quoin_types::ids::PointId;
 use quoin_types::mutant;
@@ -14,7 +14,7 @@ pub struct Keepsake {
     pub begun: Begun,
 }
 
-/// What one member reports.
+/// Report of one member.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Observed {
     /// Order of the reports of one member; a late one is older.
@@ -37,7 +37,7 @@ pub struct Observed {
     pub stable_to: u64,
     /// The end of that transfer came, and the digest over what was sent is equal.
     pub is_fed: bool,
-    /// What an open quorum of its pools keeps.
+    /// Role and generation that an open quorum of its pools keeps.
     pub keepsake: Option<Keepsake>,
     /// A snapshot that keeps what a resync discards.
     pub lost: Option<PointId>,

@@ -1,4 +1,4 @@
-//! What members are to do as the record is. Everything is said again until it is seen to be done.
+//! Orders to members, as the record has it. Everything is said again until it is seen to be done.
 
 use quoin_types::mutant;
 

@@ -44,7 +44,7 @@ pub struct Member {
     pub has_base: bool,
 }
 
-/// What brings a copy from one point to the next.
+/// Way of a copy from one point to the next.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Transfer {
     pub point: PointId,
@@ -99,7 +99,7 @@ pub struct Claims {
     pub yielded: Option<Claim>,
     /// The promotion that is under way.
     pub promoting: Option<Claim>,
-    /// What the promotion under way was asked without.
+    /// The promotion under way was asked for with force.
     pub is_forced: bool,
 }
 
@@ -182,7 +182,7 @@ impl Record {
         self.chain.top().generation.cluster == self.cluster
     }
 
-    /// What pools are to keep.
+    /// Role and generation that pools are to keep.
     pub fn keepsake(&self) -> Keepsake {
         Keepsake { is_primary: self.role.is_primary(), begun: self.chain.top() }
     }
@@ -200,7 +200,7 @@ impl Record {
             .chain(claims.into_iter().flatten().map(|claim| claim.point))
     }
 
-    /// What a recovery makes of older records. Role and generation are those of the pools, which heard of
+    /// The record that a recovery makes of an older one. Role and generation are those of the pools, which heard of
     /// them before anybody else did. Nothing counts any more that says what the live views are.
     pub fn recovered(mut self, pools: Keepsake, term: u64) -> Self {
         self.term = term;

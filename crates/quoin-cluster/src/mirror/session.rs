@@ -17,7 +17,7 @@ pub struct Header {
     pub answer: u64,
 }
 
-/// What is known of the other brain's life.
+/// Knowledge of the life of the other brain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Session {
     life: u64,

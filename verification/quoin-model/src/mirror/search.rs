@@ -97,7 +97,7 @@ pub fn search(
         if visited.len() > states_max {
             return Explored { states: visited.len(), settled, complete: false, violation: None };
         }
-        let is_followed = progress && (settled < FOLLOWED_ALL || key % FOLLOWED_OF == 0);
+        let is_followed = progress && (settled < FOLLOWED_ALL || key.is_multiple_of(FOLLOWED_OF));
         if is_followed {
             settled += 1;
             if let Some(stuck) = stuck(&world, &state) {

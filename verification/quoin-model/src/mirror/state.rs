@@ -102,7 +102,7 @@ pub struct Record {
     pub is_unsure: bool,
 }
 
-/// What a side tells the other one: what its record says.
+/// Word of a side to the other one: all that its record says.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Word {
     pub role: Role,
@@ -219,7 +219,7 @@ pub struct State {
     pub points: u8,
     pub writes: u8,
     pub claims: u8,
-    /// What is left of the bounds.
+    /// Rest of the bounds.
     pub promotions: u8,
     pub forced: u8,
     pub demotions: u8,

@@ -258,7 +258,7 @@ impl World {
         let (is_cut, early) =
             (side.holds(side.record.last), self.is(Broken::FencedAfterTheFinalPoint));
         let mut after = *state;
-        if !side.is_fenced && !(early && !is_cut) {
+        if !side.is_fenced && (!early || is_cut) {
             fence(&mut after.sides[x]);
             next.push(("all members are fenced", x, after));
         } else if !is_cut {
@@ -357,12 +357,12 @@ impl World {
                 next.push(("a claim is yielded to", x, after));
             }
         }
-        if let (Some(claim), Some(yielded)) = (record.claim, word.yielded) {
-            if claim == yielded {
-                let mut after = *state;
-                begin_promotion(&mut after.sides[x], claim, false);
-                next.push(("the claim is granted: a promotion is recorded", x, after));
-            }
+        if let (Some(claim), Some(yielded)) = (record.claim, word.yielded)
+            && claim == yielded
+        {
+            let mut after = *state;
+            begin_promotion(&mut after.sides[x], claim, false);
+            next.push(("the claim is granted: a promotion is recorded", x, after));
         }
     }
 
@@ -660,7 +660,7 @@ impl World {
         }
     }
 
-    /// What a recovery makes of older records: role and generation are those of the pools, and nothing
+    /// The record that a recovery makes of an older one: role and generation are those of the pools, and nothing
     /// that says what the live view is counts any more.
     fn recovered(&self, backup: &Record, side: &Side) -> Record {
         let mut record = Record { is_unsure: true, cutting: 0, offered: 0, claim: None, ..*backup };

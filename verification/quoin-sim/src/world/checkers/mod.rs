@@ -46,7 +46,7 @@ pub(crate) struct LostInBatch {
     pub before: usize,
     pub member: Member,
     pub applied: Lsn,
-    /// What was committed by then.
+    /// Position that was committed by then.
     pub committed: Lsn,
 }
 

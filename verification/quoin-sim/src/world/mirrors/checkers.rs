@@ -1,4 +1,4 @@
-//! What a mirror promises, held against what happened.
+//! Promises of a mirror, held against the run.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +26,7 @@ pub(super) struct Checks {
     pub violation: Option<(&'static str, String)>,
     /// Content of each point at its source.
     points: BTreeMap<PointId, BTreeMap<VolumeId, Content>>,
-    /// What was acknowledged in each generation, on top of what it began with.
+    /// Acknowledged writes of each generation, on top of the content that it began with.
     truth: BTreeMap<Generation, BTreeMap<VolumeId, Content>>,
     acknowledged: Vec<Acknowledged>,
     /// The highest generation and role that each side said.

@@ -60,9 +60,9 @@ enum MirrorEvent {
     Tick(usize),
     Client(usize),
     Poll(usize, VolumeId),
-    Report(usize, VolumeId, Observed),
+    Report(usize, VolumeId, Box<Observed>),
     Store { side: usize, brain: u64, expected: u64, record: Box<Record>, is_heard: bool },
-    Stored { side: usize, brain: u64, outcome: Box<StoreOutcome> },
+    Stored { side: usize, brain: u64, outcome: StoreOutcome },
     Message(usize, Vec<u8>),
     Order(usize, VolumeId, Stamp, Order),
     MakePoint { side: usize, brain: u64, stamp: Stamp, point: PointId, members: Vec<VolumeId> },
@@ -83,7 +83,7 @@ enum MirrorEvent {
 #[derive(Debug)]
 enum StoreOutcome {
     Written(u64),
-    Changed(Record, u64),
+    Changed(Box<Record>, u64),
 }
 
 /// A transfer that a side sends for one member.
@@ -267,10 +267,10 @@ impl Mirrors {
                 self.store(side, brain, expected, *record, is_heard);
             }
             MirrorEvent::Stored { side, brain, outcome } => {
-                let event = match *outcome {
+                let event = match outcome {
                     StoreOutcome::Written(version) => BrainEvent::Stored { version },
                     StoreOutcome::Changed(record, version) => {
-                        BrainEvent::Changed { record: Box::new(record), version }
+                        BrainEvent::Changed { record, version }
                     }
                 };
                 self.feed_brain(side, brain, event);
@@ -350,7 +350,7 @@ impl Mirrors {
         let Some(target) = self.sides[side].volumes.get_mut(&volume) else { return };
         let observed = target.report(wall_ms);
         if !lost {
-            self.schedule.after(delay, MirrorEvent::Report(side, volume, observed));
+            self.schedule.after(delay, MirrorEvent::Report(side, volume, Box::new(observed)));
         }
     }
 
@@ -458,8 +458,8 @@ impl Mirrors {
         let verdict = (!is_broken).then_some(cut_ms);
         let delay = self.delay();
         self.schedule.after(delay, MirrorEvent::Verdict { side, brain, point, cut_ms: verdict });
-        for member in members.to_vec() {
-            self.poll(side, member);
+        for member in members {
+            self.poll(side, *member);
         }
     }
 

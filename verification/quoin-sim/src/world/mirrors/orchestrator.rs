@@ -7,7 +7,7 @@ use quoin_types::ids::VolumeId;
 use super::{MirrorEvent, Mirrors};
 use crate::schedule::SECOND;
 
-/// What is wanted, as a manager asks for it again and again.
+/// Goal of a manager, who asks for it again and again.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Orchestrator {
     /// The side that is to be primary, and whether with force.
@@ -48,10 +48,9 @@ impl Mirrors {
         let is_current = brain.record() == &stored;
         let answer = brain.call(now, Call::Publish(volume), &mut Vec::new());
         // An attachment is a change of the volume's record, which a demotion changes first.
-        if is_current && answer == Answer::Ok && stored.role == Role::Primary && version > 0 {
-            if let Some(target) = to.volumes.get_mut(&volume) {
-                target.publish();
-            }
+        let may = is_current && answer == Answer::Ok && stored.role == Role::Primary && version > 0;
+        if let Some(target) = to.volumes.get_mut(&volume).filter(|_| may) {
+            target.publish();
         }
     }
 

@@ -135,7 +135,7 @@ impl Mirrors {
             to.history.push((to.record.clone(), to.version));
             StoreOutcome::Written(to.version)
         } else {
-            StoreOutcome::Changed(before.clone(), to.version)
+            StoreOutcome::Changed(Box::new(before.clone()), to.version)
         };
         if let StoreOutcome::Written(version) = outcome {
             self.trace.mix(version, side as u64);
@@ -151,17 +151,16 @@ impl Mirrors {
                 )
             });
             self.check_recorded(side, &before, &record);
-            // Whoever else works on the record is told of its change.
+            // Every other process that works on the record is told of its change.
             let others: Vec<u64> = self.sides[side].brains.iter().map(|(n, _)| *n).collect();
             for other in others.into_iter().filter(|other| *other != brain) {
-                let outcome = Box::new(StoreOutcome::Changed(record.clone(), version));
+                let outcome = StoreOutcome::Changed(Box::new(record.clone()), version);
                 let delay = self.random.below(2 * SECOND);
                 self.schedule.after(delay, MirrorEvent::Stored { side, brain: other, outcome });
             }
         }
         if is_heard {
             let delay = self.random.below(20 * MILLISECOND);
-            let outcome = Box::new(outcome);
             self.schedule.after(delay, MirrorEvent::Stored { side, brain, outcome });
         } else {
             // Its answer is lost, and with it the process that waits for it.

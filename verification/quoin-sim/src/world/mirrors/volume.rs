@@ -9,7 +9,7 @@ pub type Tag = u32;
 /// Content: the last write of each block, 0 for none.
 pub type Content = Vec<Tag>;
 
-/// What a change of the content does to what was there.
+/// Effect of a change on the content that was there.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Effect {
     Nothing,
@@ -34,7 +34,7 @@ pub struct Volume {
     feed_epoch: u64,
     /// Slots that are on media.
     stable_to: u64,
-    /// What unsynced slots were written over: block and former tag.
+    /// Blocks under unsynced slots, with their former tags.
     unsynced: Vec<(usize, Tag)>,
     pub keepsake: Option<Keepsake>,
     pub lost: Option<(PointId, Content)>,
