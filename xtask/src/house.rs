@@ -63,7 +63,7 @@ const EXACT: [(&str, &[&str]); 12] = [
 const PURE: [(&str, &[&str]); 3] = [
     ("quoin-types", &["bytes", "crc-fast", "thiserror"]),
     ("quoin-replication", &["bytes", "crc-fast", "thiserror"]),
-    ("quoin-cluster", &["serde", "serde_json", "thiserror"]),
+    ("quoin-cluster", &["bytes", "serde", "serde_json", "thiserror"]),
 ];
 
 /// Names that the core must not use: it receives time, IO and chance.

@@ -9,6 +9,7 @@
 //! A record is changed in place: the caller hands a copy over, and writes it only where the function
 //! succeeds and the record is still the one that was copied.
 
+pub mod mirror;
 pub mod ownership;
 pub mod records;
 pub mod records_rebuild;

@@ -14,6 +14,7 @@
 //! | [`explore`] | search, traces, walks |
 //! | [`terms`] | two controllers: a model of its own |
 //! | [`points`] | points over several volumes: a model of its own |
+//! | [`mirror`] | two clusters and one mirrored group: a model of its own |
 //! | [`clients`] | clients of a shared volume that send again: a model of its own |
 //!
 //! `docs/proof.md` states which steps are merged, and why that hides nothing.
@@ -26,6 +27,7 @@ mod faults;
 mod frontier;
 mod history;
 mod io;
+pub mod mirror;
 pub mod mutants;
 mod open;
 pub mod points;
@@ -55,12 +57,21 @@ pub struct Caught {
 
 /// The names of all mutants that the model can express.
 pub fn mutant_names() -> impl Iterator<Item = &'static str> {
-    Mutant::ALL.iter().map(|mutant| mutant.name())
+    let of_mirrors = mirror::Broken::ALL.iter().map(|broken| broken.name());
+    Mutant::ALL.iter().map(|mutant| mutant.name()).chain(of_mirrors)
 }
+
+/// States after which the search for what a broken rule of a mirror does ends.
+const MIRROR_STATES_MAX: usize = 3_000_000;
 
 /// Explores the world of a mutant until an invariant breaks. `None`: no mutant of that name, or
 /// it was not caught within its bounds (which is a defect of the model).
 pub fn check_mutant(name: &str) -> Option<Caught> {
+    if let Some(broken) = mirror::Broken::ALL.iter().find(|broken| broken.name() == name) {
+        let found = mirror::search(broken.bounds(), Some(*broken), MIRROR_STATES_MAX, false);
+        let (invariant, trace) = found.violation?;
+        return Some(Caught { invariant, states: found.states, trace });
+    }
     let mutant = Mutant::named(name)?;
     let model = Model { bounds: mutant.bounds(), mutant: Some(mutant) };
     let limits = Limits {

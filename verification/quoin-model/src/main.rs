@@ -3,6 +3,7 @@
 use clap::Parser;
 use quoin_model::bounds::{Bounds, LARGE_WORLDS, Model, WORLDS};
 use quoin_model::explore::{Explored, Found, Limits, explore, walk};
+use quoin_model::mirror::{self, Broken};
 use quoin_model::mutants::Mutant;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -45,7 +46,15 @@ fn main() -> ExitCode {
     }
     let sound = match &arguments.mutant {
         Some(name) => show_mutants(name),
-        None => show_worlds(&arguments),
+        None => {
+            let is_mirror = |name: &String| {
+                mirror::WORLDS.iter().chain(mirror::LARGE_WORLDS).any(|w| w.name == name)
+            };
+            let of_mirrors = arguments.world.as_ref().is_none_or(is_mirror);
+            let of_volumes = arguments.world.as_ref().is_none_or(|name| !is_mirror(name));
+            let is_sound = !of_mirrors || show_mirrors(&arguments);
+            is_sound & (!of_volumes || show_worlds(&arguments))
+        }
     };
     if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -55,7 +64,13 @@ fn list() {
     for world in WORLDS.iter().chain(LARGE_WORLDS) {
         println!("  {:<18} {world}", world.name);
     }
+    for world in mirror::WORLDS.iter().chain(mirror::LARGE_WORLDS) {
+        println!("  {:<28} {world}", world.name);
+    }
     println!("mutants:");
+    for broken in Broken::ALL {
+        println!("  {:<28} {} (of a mirror)", broken.name(), broken.breaks());
+    }
     for mutant in Mutant::ALL {
         println!("  {:<28} {}", mutant.name(), mutant.breaks());
     }
@@ -86,6 +101,47 @@ fn show_mutants(name: &str) -> bool {
         }
     }
     missed == 0
+}
+
+/// The worlds of a mirror, two at a time.
+fn show_mirrors(arguments: &Arguments) -> bool {
+    let large = mirror::LARGE_WORLDS.iter();
+    let is_asked = |world: &&mirror::Bounds| match &arguments.world {
+        Some(name) => world.name == name,
+        None => arguments.full || !mirror::LARGE_WORLDS.contains(world),
+    };
+    let quick = if arguments.quick { 1 } else { usize::MAX };
+    let worlds: Vec<_> = mirror::WORLDS.iter().chain(large).filter(is_asked).take(quick).collect();
+    // A state that waits has about a kilobyte.
+    let states_max = arguments.memory_gib << 20;
+    let next = std::sync::atomic::AtomicUsize::new(0);
+    let sound = std::sync::atomic::AtomicBool::new(true);
+    let work = || {
+        while let Some(world) = worlds.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed))
+        {
+            let began = Instant::now();
+            let found = mirror::search(**world, None, states_max, true);
+            let whole = if found.complete { "all states" } else { "NOT ALL states" };
+            println!(
+                "{}: {world}\n  {whole}: {} visited, {} followed to their rest, {:.1} s",
+                world.name,
+                found.states,
+                found.settled,
+                began.elapsed().as_secs_f64()
+            );
+            if let Some((invariant, trace)) = found.violation {
+                println!("  VIOLATION of {invariant}:");
+                trace.iter().for_each(|step| println!("    {step}"));
+                sound.store(false, std::sync::atomic::Ordering::Relaxed);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..quoin_model::threads() {
+            scope.spawn(work);
+        }
+    });
+    sound.into_inner()
 }
 
 fn show_worlds(arguments: &Arguments) -> bool {

@@ -88,6 +88,7 @@ pub fn hunt(defect: &Defect, limits: &Limits) -> Hunt {
                 }
             }
             Book::Model => {}
+            Book::Mirror => found.try_seeds(defect, limits),
             Book::Replication => {
                 found.try_seeds(defect, limits);
                 if found.catches.is_empty() {
@@ -112,8 +113,13 @@ impl Hunt {
     /// The swarm that is likeliest gets every second seed, the others share the rest.
     fn try_seeds(&mut self, defect: &Defect, limits: &Limits) {
         let ends = Instant::now() + limits.time;
-        let others: Vec<Swarm> =
-            Swarm::ALL.iter().copied().filter(|swarm| *swarm != defect.swarm).collect();
+        // A swarm of two clusters does not come to the rules of one, nor the other way round.
+        let is_mirrored = defect.swarm.is_mirrored();
+        let others: Vec<Swarm> = Swarm::ALL
+            .iter()
+            .copied()
+            .filter(|swarm| *swarm != defect.swarm && swarm.is_mirrored() == is_mirrored)
+            .collect();
         for n in 0..limits.seeds {
             if !self.catches.is_empty() || Instant::now() >= ends {
                 return;

@@ -13,6 +13,7 @@
 //! | `world::checkers::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
 //! | `world::checkers::at_rest` | replicas that differ at rest, room that does not come back |
 //! | `world::quiesce` | IO or replicas that do not come back after the last fault |
+//! | `world::mirrors` | two clusters that break what a mirror promises |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
 //! | [`storage`] | a cut below stable, a repair with another version |
 //!
@@ -78,6 +79,9 @@ pub fn run(options: RunOptions) -> Report {
     if options.swarm == Swarm::Groups {
         return run_group(options);
     }
+    if options.swarm.is_mirrored() {
+        return run_mirror(options);
+    }
     let mut world = None;
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         world.insert(world::World::new(options)).run();
@@ -116,6 +120,19 @@ fn run_group(options: RunOptions) -> Report {
         groups.insert(world::Groups::new(options)).run();
     }));
     let mut report = groups.map_or_else(Report::default, |groups| groups.report(options.seed));
+    if let Err(panic) = outcome {
+        report.panicked(options.seed, panic.as_ref());
+    }
+    report
+}
+
+/// Runs one seed of two clusters.
+fn run_mirror(options: RunOptions) -> Report {
+    let mut mirrors = None;
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        mirrors.insert(world::Mirrors::new(options)).run();
+    }));
+    let mut report = mirrors.map_or_else(Report::default, |mirrors| mirrors.report(options.seed));
     if let Err(panic) = outcome {
         report.panicked(options.seed, panic.as_ref());
     }

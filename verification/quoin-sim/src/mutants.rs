@@ -21,6 +21,8 @@ pub enum Book {
     Replication,
     /// `docs/store.md`
     Store,
+    /// `docs/mirror.md`
+    Mirror,
     /// `docs/replication.md`, of a way that the product never goes, as it is never the only one or
     /// a person is asked there: the model alone goes it.
     Model,
@@ -38,6 +40,10 @@ const fn core(name: &'static str, swarm: Swarm) -> Defect {
 
 const fn store(name: &'static str, swarm: Swarm) -> Defect {
     Defect { name, book: Book::Store, swarm, like: None }
+}
+
+const fn mirror(name: &'static str, swarm: Swarm) -> Defect {
+    Defect { name, book: Book::Mirror, swarm, like: None }
 }
 
 const fn model(name: &'static str) -> Defect {
@@ -260,6 +266,33 @@ pub const ALL: &[Defect] = &[
     store("base-forgotten-by-a-commit-under-way", Swarm::Pressure),
     store("base-recorded-apart-from-its-clone", Swarm::Pressure),
     store("base-given-up-before-its-clone-is-recorded", Swarm::Pressure),
+    mirror("promoted-without-a-claim", Swarm::Mirrors).like("promoted-without-a-claim"),
+    mirror("claim-not-recorded-by-the-yielder", Swarm::Mirrors)
+        .like("claim-not-recorded-by-the-yielder"),
+    mirror("own-claim-kept-while-yielding", Swarm::Mirrors).like("own-claim-kept-while-yielding"),
+    mirror("claimed-point-not-compared", Swarm::Failovers).like("claimed-point-not-compared"),
+    mirror("promoted-without-a-revert", Swarm::Failovers).like("promoted-without-a-revert"),
+    mirror("in-flight-of-the-record-believed", Swarm::Restored)
+        .like("in-flight-of-the-record-believed"),
+    mirror("fed-under-an-old-epoch", Swarm::Failovers).like("fed-under-an-old-epoch"),
+    mirror("fenced-after-the-final-point", Swarm::Failovers).like("fenced-after-the-final-point"),
+    mirror("complete-before-all-members-are-cut", Swarm::Failovers)
+        .like("complete-before-all-members-are-cut"),
+    mirror("unpinned-before-the-peer-recorded", Swarm::Failovers)
+        .like("unpinned-before-the-peer-recorded"),
+    mirror("other-base-without-a-revert", Swarm::Failovers).like("other-base-without-a-revert"),
+    mirror("reverted-under-an-order", Swarm::Failovers).like("reverted-under-an-order"),
+    mirror("role-of-restored-records-believed", Swarm::Restored)
+        .like("role-of-restored-records-believed"),
+    mirror("transfer-kept-over-a-recovery", Swarm::Restored).like("transfer-kept-over-a-recovery"),
+    mirror("complete-of-restored-records-believed", Swarm::Restored)
+        .like("complete-of-restored-records-believed"),
+    mirror("generation-not-raised", Swarm::Failovers).like("generation-not-raised"),
+    mirror("diverged-not-seen", Swarm::Failovers).like("diverged-not-seen"),
+    mirror("resync-without-lost", Swarm::Failovers).like("resync-without-lost"),
+    mirror("lost-kept-after-the-revert", Swarm::Failovers).like("lost-kept-after-the-revert"),
+    mirror("role-told-before-its-pools-have-it", Swarm::Failovers)
+        .like("role-told-before-its-pools-have-it"),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

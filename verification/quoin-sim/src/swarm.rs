@@ -77,6 +77,12 @@ pub enum Swarm {
     Sharers,
     /// Several volumes with points over them, whose targets are replaced between any two steps.
     Groups,
+    /// Two clusters that mirror a group: everything.
+    Mirrors,
+    /// The same, with roles that change all the time.
+    Failovers,
+    /// The same, with records of either side that are restored from old copies.
+    Restored,
 }
 
 impl Swarm {
@@ -111,6 +117,9 @@ impl Swarm {
         Swarm::Clones,
         Swarm::Sharers,
         Swarm::Groups,
+        Swarm::Mirrors,
+        Swarm::Failovers,
+        Swarm::Restored,
     ];
 
     pub fn name(self) -> &'static str {
@@ -145,6 +154,9 @@ impl Swarm {
             Swarm::Clones => "clones",
             Swarm::Sharers => "sharers",
             Swarm::Groups => "groups",
+            Swarm::Mirrors => "mirrors",
+            Swarm::Failovers => "failovers",
+            Swarm::Restored => "restored",
         }
     }
 
@@ -152,11 +164,17 @@ impl Swarm {
         Self::ALL.iter().copied().find(|swarm| swarm.name() == name)
     }
 
+    /// Returns true for the worlds of two clusters, which have no shape: nothing of a volume's own world is
+    /// in them.
+    pub fn is_mirrored(self) -> bool {
+        matches!(self, Swarm::Mirrors | Swarm::Failovers | Swarm::Restored)
+    }
+
     /// `None`: no shape, everything as it is drawn.
     pub fn shape(self, random: &mut Random) -> Option<Shape> {
         let small = Shape::small(random);
         Some(match self {
-            Swarm::Broad => return None,
+            Swarm::Broad | Swarm::Mirrors | Swarm::Failovers | Swarm::Restored => return None,
             Swarm::Few => Shape { factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)], ..small },
             Swarm::Takeovers => Shape {
                 wanted: Wanted::Power,
@@ -797,7 +815,8 @@ mod tests {
     fn a_swarm_is_found_by_its_name() {
         for swarm in Swarm::ALL {
             assert_eq!(Swarm::named(swarm.name()), Some(*swarm));
-            assert_eq!(swarm.shape(&mut Random::new(1)).is_none(), *swarm == Swarm::Broad);
+            let is_shaped = *swarm != Swarm::Broad && !swarm.is_mirrored();
+            assert_eq!(swarm.shape(&mut Random::new(1)).is_some(), is_shaped);
         }
         assert_eq!(Swarm::named("no such"), None);
     }

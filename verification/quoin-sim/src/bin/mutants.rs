@@ -126,6 +126,7 @@ fn lines(defect: &Defect, found: &Hunt) -> String {
     let book = match defect.book {
         Book::Replication => "",
         Book::Store => "store: ",
+        Book::Mirror => "mirror: ",
         Book::Model => "model: ",
     };
     let name = format!("{book}{}", defect.name);

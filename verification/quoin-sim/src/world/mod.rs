@@ -19,6 +19,7 @@ mod limits;
 mod lost_disks;
 mod members;
 mod memory;
+mod mirrors;
 mod operators;
 mod points;
 mod pool_rounds;
@@ -58,6 +59,7 @@ use crate::stats::{Stats, Violation};
 use crate::trace::Trace;
 
 pub(crate) use groups::Groups;
+pub(crate) use mirrors::Mirrors;
 pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
 /// Everything that can happen. `life` numbers the lives of a process: events of an older life

@@ -1,0 +1,189 @@
+//! Orders to members, as the record has it. Everything is said again until it is seen to be done.
+
+use quoin_types::mutant;
+
+use super::brain::{Action, Brain, Order, Stamp};
+use super::observed::Observed;
+use super::record::{Member, Receiving, Role};
+
+impl Brain {
+    pub(super) fn stamp(&self) -> Stamp {
+        Stamp { term: self.record.term, version: self.version }
+    }
+
+    pub(super) fn orders(&self, out: &mut Vec<Action>) {
+        let record = &self.record;
+        for member in &record.members {
+            let Some(seen) = self.members.get(&member.volume) else { continue };
+            let mut orders = Vec::new();
+            self.keep_role(seen, &mut orders);
+            match record.role {
+                Role::Off | Role::Diverged => {}
+                Role::Primary => self.drop_given_up(seen, &mut orders),
+                Role::Demoting => self.cut_last(seen, &mut orders),
+                Role::Secondary => self.receive_slots(member, seen, &mut orders),
+                Role::Promoting => self.go_back(seen, &mut orders),
+                Role::Resyncing => self.discard(seen, &mut orders),
+                Role::Orphan => {
+                    let complete = record.points.complete;
+                    if seen.order.is_some() {
+                        orders.push(Order::Stop);
+                    } else if let Some(point) = complete.filter(|_| seen.at != complete) {
+                        orders.push(Order::Revert(point));
+                    }
+                }
+            }
+            self.unpin(seen, &mut orders);
+            let (volume, stamp) = (member.volume, self.stamp());
+            out.extend(orders.into_iter().map(|order| Action::Member { volume, stamp, order }));
+        }
+        self.make_point(out);
+        self.ship(out);
+    }
+
+    fn keep_role(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let keepsake = self.record.keepsake();
+        let is_told = matches!(self.record.role, Role::Demoting | Role::Off);
+        if seen.keepsake != Some(keepsake) && !is_told {
+            orders.push(Order::Keep { is_primary: keepsake.is_primary, begun: keepsake.begun });
+        }
+    }
+
+    fn drop_given_up(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let points = &self.record.points;
+        let early = points
+            .cutting
+            .filter(|point| mutant::is("dropped-before-it-is-given-up") && !self.has_named(*point));
+        if let Some(point) = points.dropping.or(early).filter(|point| seen.holds(*point)) {
+            orders.push(Order::Drop(point));
+        }
+    }
+
+    fn cut_last(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let Some(last) = self.record.points.last else { return };
+        let is_fenced = self.all(|member| member.fenced == self.record.fence);
+        let early = mutant::is("fenced-after-the-final-point");
+        if early && !self.holds(last) {
+            orders.push(Order::Cut(last));
+        } else if seen.fenced != self.record.fence {
+            orders.push(Order::Fence(self.record.fence));
+        } else if is_fenced && !seen.holds(last) {
+            orders.push(Order::Cut(last));
+        }
+    }
+
+    fn receive_slots(&self, member: &Member, seen: &Observed, orders: &mut Vec<Order>) {
+        let Some(receiving) = &self.record.receiving else { return };
+        if !self.pools_have_it() {
+            return;
+        }
+        let base = receiving.transfer.base.filter(|base| seen.holds(*base));
+        let own = Some((receiving.transfer, receiving.token));
+        if !receiving.is_begun {
+            let is_ordered = seen.order.is_some();
+            if is_ordered || seen.stamp < self.stamp() {
+                orders.push(Order::Stop);
+            }
+            if let Some(base) = base
+                && seen.at != Some(base)
+                && !mutant::is("other-base-without-a-revert")
+                && (!is_ordered || mutant::is("reverted-under-an-order"))
+            {
+                orders.push(Order::Revert(base));
+            }
+        } else if seen.order != own {
+            orders.push(self.receive_order(member, receiving));
+        } else if self.all(|member| member.is_whole() && member.order == own) && seen.is_whole() {
+            let point = receiving.transfer.point;
+            if !seen.holds(point) {
+                orders.push(Order::Cut(point));
+            }
+        }
+    }
+
+    fn receive_order(&self, member: &Member, receiving: &Receiving) -> Order {
+        let place = self.record.members.iter().position(|other| other == member);
+        let from = place.and_then(|place| receiving.cursors.get(place)).copied().unwrap_or(0);
+        Order::Receive { transfer: receiving.transfer, token: receiving.token, from }
+    }
+
+    fn go_back(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let Some(claim) = self.record.claims.promoting else { return };
+        if seen.fenced != self.record.fence {
+            orders.push(Order::Fence(self.record.fence));
+        } else if self.all(|member| member.fenced == self.record.fence)
+            && seen.holds(claim.point)
+            && seen.at != Some(claim.point)
+        {
+            orders.push(Order::Revert(claim.point));
+        }
+    }
+
+    fn discard(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let record = &self.record;
+        if seen.fenced != record.fence {
+            return orders.push(Order::Fence(record.fence));
+        }
+        let all_fenced = self.all(|member| member.fenced == record.fence);
+        let base = self.newest_of_both();
+        let is_back = base.is_none_or(|base| seen.at == Some(base));
+        let late = mutant::is("lost-kept-after-the-revert") && !is_back;
+        let skips = late || mutant::is("resync-without-lost");
+        if let Some(lost) = record.lost.filter(|lost| seen.lost != Some(*lost) && !skips) {
+            return orders.push(Order::KeepLost(lost));
+        }
+        let all_kept = self.all(|member| member.lost == record.lost) || skips;
+        if let Some(base) =
+            base.filter(|_| all_fenced && all_kept && !is_back && self.may_discard())
+        {
+            orders.push(Order::Revert(base));
+        }
+    }
+
+    /// Drops what was cut before the last common point. Nothing that is newer, whatever the record says of it.
+    fn unpin(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        let record = &self.record;
+        let is_at_rest = matches!(record.role, Role::Primary | Role::Secondary);
+        let offered =
+            record.points.offered.filter(|_| mutant::is("unpinned-before-the-peer-recorded"));
+        let common = offered.or(record.points.common);
+        let place = seen.points.iter().position(|point| Some(*point) == common);
+        let Some(place) = place.filter(|_| is_at_rest && !record.is_unsure) else { return };
+        for point in &seen.points[..place] {
+            let is_kept = record.kept().any(|kept| kept == *point) && offered.is_none();
+            if !is_kept {
+                orders.push(Order::Drop(*point));
+            }
+        }
+    }
+
+    fn make_point(&self, out: &mut Vec<Action>) {
+        if let (Some(point), Some((named, None))) = (self.record.points.cutting, self.cut)
+            && named == point
+            && self.record.role == Role::Primary
+        {
+            let members = self.record.members.iter().map(|member| member.volume).collect();
+            out.push(Action::MakePoint { stamp: self.stamp(), point, members });
+        }
+    }
+
+    /// Sends what the other side is ready to take.
+    fn ship(&self, out: &mut Vec<Action>) {
+        let record = &self.record;
+        let Some(word) = &self.heard else { return };
+        let Some(want) = word.want.as_ref().filter(|_| record.is_own()) else { return };
+        if record.points.offered != Some(want.transfer.point) {
+            return;
+        }
+        for (member, from) in word.members.iter().zip(&want.cursors) {
+            let mut transfer = want.transfer;
+            transfer.base = transfer.base.filter(|_| member.has_base);
+            out.push(Action::Ship {
+                volume: member.volume,
+                transfer,
+                token: want.token,
+                from: *from,
+            });
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! A volume of one side, as far as a mirror sees it: its content with the points that it holds, what was
+//! granted to clients and to the target that takes slots, and what its pools keep.
+
+use quoin_cluster::mirror::feed::{Feed, Slot};
+use quoin_cluster::mirror::{Keepsake, Observed, Order, Stamp};
+use quoin_types::ids::PointId;
+
+pub type Tag = u32;
+/// Content: the last write of each block, 0 for none.
+pub type Content = Vec<Tag>;
+
+/// Effect of a change on the content that was there.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Effect {
+    Nothing,
+    /// The live view was overwritten; this is what it showed.
+    Overwrote(Content),
+    /// A member of a copy is cut.
+    Cut(PointId),
+    Kept(Keepsake),
+}
+
+#[derive(Clone, Debug)]
+pub struct Volume {
+    pub live: Content,
+    pub points: Vec<(PointId, Content)>,
+    pub at: Option<PointId>,
+    /// Grows with each fence and each attachment: what was granted under a lower one is void.
+    epoch: u64,
+    fenced: u128,
+    seen: Stamp,
+    feed: Feed,
+    /// Epoch under which the target was lent.
+    feed_epoch: u64,
+    /// Slots that are on media.
+    stable_to: u64,
+    /// Blocks under unsynced slots, with their former tags.
+    unsynced: Vec<(usize, Tag)>,
+    pub keepsake: Option<Keepsake>,
+    pub lost: Option<(PointId, Content)>,
+    /// Epoch of the client that may write.
+    pub client: Option<u64>,
+    serial: u64,
+    /// Clients wrote what the live view shows.
+    pub is_written: bool,
+}
+
+impl Volume {
+    pub fn new(blocks: usize) -> Self {
+        Self {
+            live: vec![0; blocks],
+            points: Vec::new(),
+            at: None,
+            epoch: 1,
+            fenced: 0,
+            seen: Stamp::default(),
+            feed: Feed::default(),
+            feed_epoch: 0,
+            stable_to: 0,
+            unsynced: Vec::new(),
+            keepsake: None,
+            lost: None,
+            client: None,
+            serial: 0,
+            is_written: false,
+        }
+    }
+
+    pub fn holds(&self, point: PointId) -> bool {
+        self.points.iter().any(|(held, _)| *held == point)
+    }
+
+    pub fn content(&self, point: PointId) -> Option<&Content> {
+        self.points.iter().find(|(held, _)| *held == point).map(|(_, content)| content)
+    }
+
+    pub fn is_writable(&self) -> bool {
+        self.client == Some(self.epoch)
+    }
+
+    pub fn publish(&mut self) {
+        if !self.is_writable() {
+            self.epoch += 1;
+            self.client = Some(self.epoch);
+        }
+    }
+
+    pub fn write(&mut self, block: usize, tag: Tag) {
+        self.live[block] = tag;
+        self.at = None;
+        self.is_written = true;
+    }
+
+    /// The live view is a point from here on.
+    pub fn cut(&mut self, point: PointId) {
+        self.sync();
+        if !self.holds(point) {
+            self.points.push((point, self.live.clone()));
+        }
+        self.at = Some(point);
+    }
+
+    pub fn sync(&mut self) {
+        self.stable_to = self.feed.taken_to();
+        self.unsynced.clear();
+    }
+
+    /// The target ends: slots that were not synced may be lost.
+    pub fn kill_target(&mut self, keeps: bool) {
+        if !keeps {
+            while let Some((block, former)) = self.unsynced.pop() {
+                self.live[block] = former;
+            }
+        }
+        self.unsynced.clear();
+        self.feed = Feed::default();
+        self.stable_to = 0;
+    }
+
+    /// Carries an order out, unless a later one was seen.
+    pub fn obey(&mut self, stamp: Stamp, order: Order) -> Effect {
+        if stamp < self.seen {
+            return Effect::Nothing;
+        }
+        self.seen = stamp;
+        match order {
+            Order::Fence(fence) => {
+                if self.fenced != fence {
+                    self.epoch += 1;
+                    self.fenced = fence;
+                    self.feed.stop();
+                    self.client = None;
+                    self.sync();
+                }
+                Effect::Nothing
+            }
+            Order::Keep { is_primary, begun } => {
+                let keepsake = Keepsake { is_primary, begun };
+                self.keepsake = Some(keepsake);
+                Effect::Kept(keepsake)
+            }
+            Order::Cut(point) => {
+                if self.holds(point) {
+                    return Effect::Nothing;
+                }
+                self.cut(point);
+                Effect::Cut(point)
+            }
+            Order::Drop(point) => {
+                self.points.retain(|(held, _)| *held != point);
+                if self.at == Some(point) {
+                    self.at = None;
+                }
+                Effect::Nothing
+            }
+            Order::Revert(point) => {
+                let Some(content) = self.content(point).cloned() else { return Effect::Nothing };
+                if self.at == Some(point) {
+                    return Effect::Nothing;
+                }
+                self.unsynced.clear();
+                self.at = Some(point);
+                Effect::Overwrote(std::mem::replace(&mut self.live, content))
+            }
+            Order::Receive { transfer, token, from } => {
+                if self.feed.ordered() != Some((transfer, token)) {
+                    self.feed.order(transfer, token, from);
+                    self.feed_epoch = self.epoch;
+                    self.stable_to = from;
+                }
+                Effect::Nothing
+            }
+            Order::Stop => {
+                self.feed.stop();
+                self.sync();
+                Effect::Nothing
+            }
+            Order::KeepLost(point) => {
+                if self.lost.as_ref().is_none_or(|(kept, _)| *kept != point) {
+                    self.lost = Some((point, self.live.clone()));
+                }
+                Effect::Nothing
+            }
+        }
+    }
+
+    /// Takes one slot: `None` where it is refused.
+    pub fn take(&mut self, slot: &Slot, write: Option<(usize, Tag)>) -> Option<Effect> {
+        // The core refuses what is written under a lower epoch.
+        let is_old =
+            self.feed_epoch != self.epoch && !quoin_types::mutant::is("fed-under-an-old-epoch");
+        if is_old || self.feed.take(slot).is_err() {
+            return None;
+        }
+        let Some((block, tag)) = write else { return Some(Effect::Nothing) };
+        let former = self.live.clone();
+        self.unsynced.push((block, self.live[block]));
+        self.live[block] = tag;
+        self.at = None;
+        Some(Effect::Overwrote(former))
+    }
+
+    pub fn report(&mut self, seen_ms: u64) -> Observed {
+        self.serial += 1;
+        Observed {
+            serial: self.serial,
+            seen_ms,
+            stamp: self.seen,
+            points: self.points.iter().map(|(point, _)| *point).collect(),
+            at: self.at,
+            fenced: self.fenced,
+            order: self.feed.ordered(),
+            taken_to: self.feed.taken_to(),
+            stable_to: self.stable_to,
+            is_fed: self.feed.is_fed(),
+            keepsake: self.keepsake,
+            lost: self.lost.as_ref().map(|(point, _)| *point),
+            is_published: self.is_writable(),
+        }
+    }
+}
