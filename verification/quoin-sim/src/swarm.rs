@@ -77,6 +77,8 @@ pub enum Swarm {
     Sharers,
     /// Several volumes with points over them, whose targets are replaced between any two steps.
     Groups,
+    /// Many volumes without a data path: grants, fences, devices, tokens and copies by the records.
+    Control,
 }
 
 impl Swarm {
@@ -111,6 +113,7 @@ impl Swarm {
         Swarm::Clones,
         Swarm::Sharers,
         Swarm::Groups,
+        Swarm::Control,
     ];
 
     pub fn name(self) -> &'static str {
@@ -145,6 +148,7 @@ impl Swarm {
             Swarm::Clones => "clones",
             Swarm::Sharers => "sharers",
             Swarm::Groups => "groups",
+            Swarm::Control => "control",
         }
     }
 
@@ -156,7 +160,7 @@ impl Swarm {
     pub fn shape(self, random: &mut Random) -> Option<Shape> {
         let small = Shape::small(random);
         Some(match self {
-            Swarm::Broad => return None,
+            Swarm::Broad | Swarm::Control => return None,
             Swarm::Few => Shape { factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)], ..small },
             Swarm::Takeovers => Shape {
                 wanted: Wanted::Power,
