@@ -69,6 +69,7 @@ pub const ALL: &[Defect] = &[
     core("detached-and-not-taken-back", Swarm::Control),
     core("epoch-of-a-fence-signed", Swarm::Control),
     core("use-begins-with-an-epoch-of-nobody", Swarm::Control),
+    core("opened-use-forgotten-at-the-next", Swarm::Control),
     core("silent-node-detached", Swarm::Control),
     core("unsaid-devices-taken-for-none", Swarm::Control),
     core("node-that-was-cut-off-detached", Swarm::Control),

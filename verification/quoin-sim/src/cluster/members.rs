@@ -9,9 +9,15 @@ use quoin_cluster::ownership::liveness::Hearing;
 use quoin_cluster::ownership::{fencing, replicas};
 use quoin_cluster::records::{ReplicaPhase, VolumePhase, VolumeRecord};
 use quoin_types::entry::Rule;
+use quoin_types::membership::open_quorum;
 use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, VolumeId};
 
+use crate::schedule::SECOND;
+
 use super::{Change, Cluster, Event, LEASE, Seen, TURN, node_name, pool_name, time};
+
+/// A request of which nothing was heard for so long is lost: a plan is carried out within less.
+const SWAP_LOST_AFTER: u64 = 2 * SECOND;
 
 pub(super) struct Node {
     pub runs: bool,
@@ -28,6 +34,12 @@ pub(super) struct Grant {
     pub epoch: Epoch,
     pub incarnation: Incarnation,
     pub membership: Membership,
+    /// The rule that it asked the records for, until it has their answer: what it writes counts by both.
+    pub joint: Option<Rule>,
+    /// When it asked last.
+    pub asked: Option<u64>,
+    /// Views that it made.
+    pub views: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -58,6 +70,8 @@ pub(super) struct Replica {
     pub fenced: u64,
     pub membership: Option<Membership>,
     pub joint: Option<Rule>,
+    /// Views of its last target.
+    pub views: u64,
     /// The record as it was told last.
     pub note: VolumeRecord,
     pub heard: Option<Heard>,
@@ -95,6 +109,21 @@ impl Node {
     }
 }
 
+impl Grant {
+    /// Goes by another joint rule, or none.
+    pub fn make_view(&mut self, joint: Option<Rule>) {
+        (self.joint, self.views) = (joint, self.views + 1);
+    }
+
+    /// Returns true if what these replicas have is acknowledged.
+    fn is_enough(&self, accepting: &[Member]) -> bool {
+        let count = |known: &[Member]| accepting.iter().filter(|m| known.contains(m)).count();
+        let joint = self.joint.as_ref();
+        count(&self.membership.known) >= self.membership.open_quorum()
+            && joint.is_none_or(|j| count(&j.known) >= usize::from(open_quorum(j.rf, j.cf)))
+    }
+}
+
 impl Replica {
     pub fn new(record: &VolumeRecord, member: Member, quorum: bool) -> Self {
         let membership = quorum.then(|| Membership::from(&record.membership));
@@ -107,6 +136,7 @@ impl Replica {
             fenced: 0,
             membership,
             joint: None,
+            views: 0,
             note: record.clone(),
             heard: None,
         }
@@ -186,53 +216,63 @@ impl Cluster {
             // Its sessions end, and it asks for another epoch.
             self.nodes[node].grants.remove(&id);
         } else {
-            self.change_members(node, record, &grant);
+            self.change_members(node, record, grant);
         }
     }
 
     /// The target takes newcomers in, and lets go of replicas that are to leave.
-    fn change_members(&mut self, node: usize, record: &VolumeRecord, grant: &Grant) {
+    fn change_members(&mut self, node: usize, record: &VolumeRecord, mut grant: Grant) {
+        let (id, now) = (record.id.0, self.now());
+        if grant.joint.is_none() {
+            let Some(next) = self.next_rule(record, &grant.membership) else { return };
+            let accepting = self.accepting(node, id, &grant);
+            if !grant.is_enough(&accepting) {
+                return;
+            }
+            grant.make_view(Some(next));
+            grant.asked = None;
+            self.nodes[node].grants.insert(id, grant.clone());
+        }
+        // It asks the records when both lists have the joint View, and once more where no answer came.
+        let accepting = self.accepting(node, id, &grant);
+        let has_asked = grant.asked.is_some_and(|at| at + SWAP_LOST_AFTER > now);
+        let Some(Rule { membership_version, rf, cf, known }) = grant.joint.clone() else { return };
+        if has_asked || !grant.is_enough(&accepting) {
+            return;
+        }
+        let swap = MembershipSwap {
+            volume: id,
+            node: node_name(node),
+            epoch: grant.epoch,
+            incarnation: grant.incarnation,
+            version: membership_version - 1,
+            rf,
+            cf,
+            known,
+        };
+        grant.asked = Some(now);
+        self.nodes[node].grants.insert(id, grant);
+        self.plan(id, Change::Swap(swap));
+    }
+
+    /// The rule behind the target's that the record wishes for.
+    fn next_rule(&self, record: &VolumeRecord, now: &Membership) -> Option<Rule> {
         let desired = replicas::desired(record);
-        let now = Membership::from(&record.membership);
         let mut known = now.known.clone();
         let there = |m: &Member| self.holder_of(m.guid).is_some();
-        match desired.newcomers.iter().map(|n| n.member).find(there) {
+        let newcomer = desired.newcomers.iter().map(|n| n.member).find(there);
+        match newcomer.filter(|new| !now.contains(*new)) {
             Some(new) => match known.iter_mut().find(|m| m.id == new.id) {
                 Some(old) => *old = new,
                 None => known.push(new),
             },
-            None if desired.leaving.is_empty() || known.len() < 2 => return,
-            None => known.retain(|m| *m != desired.leaving[0]),
-        }
-        let accepting = self.accepting(node, record.id.0, grant);
-        if accepting.len() < now.open_quorum() {
-            return;
-        }
-        let rf = known.len() as u8;
-        let next = Rule {
-            membership_version: now.version + 1,
-            rf,
-            cf: record.cf_of(rf),
-            known: known.clone(),
-        };
-        let newcomers = known.iter().filter(|m| !now.contains(**m)).map(|m| m.guid);
-        let told: Vec<ReplicaGuid> = accepting.into_iter().chain(newcomers).collect();
-        for replica in self.pools.iter_mut().flat_map(|pool| pool.replicas.values_mut()) {
-            if told.contains(&replica.member.guid) {
-                replica.joint = Some(next.clone());
+            None => {
+                let leaving = desired.leaving.first().filter(|_| known.len() > 1)?;
+                known.retain(|m| m != leaving);
             }
         }
-        let swap = MembershipSwap {
-            volume: record.id.0,
-            node: node_name(node),
-            epoch: grant.epoch,
-            incarnation: grant.incarnation,
-            version: now.version,
-            rf,
-            cf: next.cf,
-            known,
-        };
-        self.plan(record.id.0, Change::Swap(swap));
+        let (rf, membership_version) = (known.len() as u8, now.version + 1);
+        Some(Rule { membership_version, rf, cf: record.cf_of(rf), known })
     }
 
     fn holder_of(&self, guid: ReplicaGuid) -> Option<usize> {
@@ -240,7 +280,7 @@ impl Cluster {
     }
 
     /// Replicas of the grant's list that take what the target sends.
-    fn accepting(&mut self, node: usize, volume: VolumeId, grant: &Grant) -> Vec<ReplicaGuid> {
+    fn accepting(&mut self, node: usize, volume: VolumeId, grant: &Grant) -> Vec<Member> {
         let (name, now) = (node_name(node), self.schedule.now());
         let mut accepting = Vec::new();
         for (index, pool) in self.pools.iter_mut().enumerate() {
@@ -249,7 +289,10 @@ impl Cluster {
             }
             for replica in pool.replicas.values_mut().filter(|r| r.volume == volume) {
                 let version = replica.membership.as_ref().map_or(0, |m| m.version);
-                let takes = grant.membership.contains(replica.member)
+                let is_known = grant.membership.contains(replica.member);
+                let joint = grant.joint.as_ref();
+                let is_next = joint.is_some_and(|joint| joint.known.contains(&replica.member));
+                let takes = (is_known || is_next)
                     && grant.epoch >= replica.promised
                     && grant.epoch.0 > replica.fenced
                     && version <= grant.membership.version;
@@ -259,12 +302,12 @@ impl Cluster {
                     let before = before.filter(|h| h.by == name && h.last + 2 * LEASE > now);
                     let since = before.map_or(now, |heard| heard.since);
                     replica.heard = Some(Heard { by: name.clone(), since, last: now });
-                    if version < grant.membership.version {
-                        (replica.membership, replica.joint) =
-                            (Some(grant.membership.clone()), None);
+                    (replica.joint, replica.views) = (grant.joint.clone(), grant.views);
+                    if is_known {
+                        replica.membership = Some(grant.membership.clone());
+                        replica.quorum = true;
                     }
-                    replica.quorum = true;
-                    accepting.push(replica.member.guid);
+                    accepting.push(replica.member);
                 }
             }
         }
@@ -279,10 +322,7 @@ impl Cluster {
         let is_another = since != 0 && since != device.since_epoch;
         device.dead |= is_another || is_over(record, &name, device.since_epoch);
         let device = device.clone();
-        // A use that nobody opened yet hides from the record that one before it was opened: the device is
-        // told dead with the next opening only.
-        let is_opened = record.opened.epoch >= record.used.since_epoch;
-        let is_told = device.dead || device.is_shared || !is_opened;
+        let is_told = device.dead || device.is_shared;
         if !is_told && self.truth.is_over(id, &name, &device) {
             let detail = format!("volume {id}: {name} is not told that {device:?} is dead");
             self.violate("DeadDevicesAreTold", detail);
@@ -353,7 +393,7 @@ impl Cluster {
         let Some(target) = target else { return };
         let grant = self.nodes[target].grants[&volume].clone();
         let accepting = self.accepting(target, volume, &grant);
-        if accepting.len() < grant.membership.open_quorum() {
+        if !grant.is_enough(&accepting) {
             return;
         }
         self.stats.ios.checked += 1;

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 use quoin_cluster::Refusal;
 use quoin_cluster::ownership::attachment::{self, Publish};
 use quoin_cluster::ownership::devices::{self, NodeReports};
+use quoin_cluster::ownership::epochs::MembershipSwap;
 use quoin_cluster::ownership::liveness::check_silent;
 use quoin_cluster::ownership::{change, epochs, failover, fencing, lending, replay, replicas};
 use quoin_cluster::records::{
     Cause, MembershipRecord, ReplicaPhase, ReplicaRecord, Sharing, Spec, Text, VolumePhase,
     VolumeRecord,
 };
+use quoin_types::entry::Rule;
 use quoin_types::membership::default_cf;
 use quoin_types::{Member, Membership, ReplicaGuid, ReplicaId, Term, VolumeId};
 
@@ -294,7 +296,7 @@ impl Cluster {
             }
             Change::Swap(asked) => {
                 self.update(id, |v, _| epochs::swap(v, &asked).map_err(Refusal::Busy));
-                self.learn(id, &asked.node);
+                self.learn(&asked);
             }
             Change::Delete => {
                 self.truth.deleted.insert(id);
@@ -323,6 +325,9 @@ impl Cluster {
             epoch: record.epoch(),
             incarnation: asked.incarnation,
             membership: Membership::from(&record.membership),
+            joint: None,
+            asked: None,
+            views: 0,
         };
         let there = &mut self.nodes[index];
         if there.runs && there.heard {
@@ -331,15 +336,22 @@ impl Cluster {
     }
 
     /// The target that asked for a swap goes by the record, and so do the replicas that it reaches.
-    fn learn(&mut self, id: VolumeId, node: &str) {
+    fn learn(&mut self, asked: &MembershipSwap) {
+        let (id, node) = (asked.volume, asked.node.as_str());
         let index = self.index_of(node);
         let Some(record) = self.records.volumes.get(&id) else { return };
         let membership = Membership::from(&record.membership);
         let owns = record.opened.owner.as_deref() == Some(node);
-        let is_newest = |grant: &&mut Grant| grant.epoch == record.epoch() && owns;
+        let is_asked = |joint: &Rule| {
+            joint.membership_version == asked.version + 1 && joint.known == asked.known
+        };
+        let is_newest = |grant: &&mut Grant| {
+            grant.epoch == record.epoch() && owns && grant.joint.as_ref().is_some_and(is_asked)
+        };
         let grant = self.nodes[index].grants.get_mut(&id).filter(is_newest);
         if let Some(grant) = grant {
             grant.membership = membership;
+            grant.make_view(None);
         }
     }
 }

@@ -8,7 +8,7 @@ use quoin_cluster::records::{RecoveryRecord, Spec, TokenRecord};
 use quoin_cluster::records_rebuild::{Evidence, Held, Outcome, decide};
 use quoin_cluster::tokens;
 use quoin_types::entry::Rule;
-use quoin_types::{Membership, Position, ReplicaGuid, Term, TermId, VolumeId};
+use quoin_types::{Lsn, Membership, Position, ReplicaGuid, Term, TermId, VolumeId};
 
 use super::{Cluster, Observed, pool_name};
 
@@ -91,7 +91,7 @@ impl Cluster {
             damaged: false,
             promised: replica.promised,
             incarnation: replica.incarnation,
-            position: Position { epoch: replica.promised, ..Position::default() },
+            position: Position { epoch: replica.promised, lsn: Lsn(replica.views) },
             blocks: 256,
             spec: None,
             note: Some(Box::new(replica.note.unopened())),
