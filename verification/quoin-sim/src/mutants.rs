@@ -75,6 +75,7 @@ pub const ALL: &[Defect] = &[
     core("node-that-was-cut-off-detached", Swarm::Control),
     core("devices-not-looked-at", Swarm::Control),
     core("one-silent-pool-is-enough", Swarm::Control),
+    core("first-silence-taken-for-a-long-one", Swarm::Control),
     core("holder-kept-over-a-recovery", Swarm::Control),
     core("tokens-taken-in-doubt", Swarm::Control),
     core("tokens-kept-over-a-recovery", Swarm::Control),
