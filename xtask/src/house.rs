@@ -44,6 +44,7 @@ const EXACT: [(&str, &[&str]); 12] = [
         &[
             "quoin-types",
             "quoin-replication",
+            "quoin-api",
             "quoin-cluster",
             "quoin-nbd",
             "quoin-store",

@@ -12,6 +12,7 @@
 //! | `world::checkers::assertions` | replicas and targets that break what they reported before |
 //! | `world::checkers::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
 //! | `world::checkers::at_rest` | replicas that differ at rest, room that does not come back |
+//! | `cluster::truth` | grants, devices, tokens and copies of which the records say what is not so |
 //! | `world::quiesce` | IO or replicas that do not come back after the last fault |
 //! | `world::mirrors` | two clusters that break what a mirror promises |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
@@ -24,6 +25,7 @@
 //! further: clocks drift less than ε, disks lose what was not synced, streams keep their order.
 
 pub mod clock;
+mod cluster;
 pub mod content;
 pub mod control;
 pub mod coverage;
@@ -76,8 +78,10 @@ pub struct Report {
 
 /// Runs one seed. A panic of the core or the store is a violation like any other.
 pub fn run(options: RunOptions) -> Report {
-    if options.swarm == Swarm::Groups {
-        return run_group(options);
+    match options.swarm {
+        Swarm::Groups => return run_group(options),
+        Swarm::Control => return run_control(options),
+        _ => {}
     }
     if options.swarm.is_mirrored() {
         return run_mirror(options);
@@ -133,6 +137,17 @@ fn run_mirror(options: RunOptions) -> Report {
         mirrors.insert(world::Mirrors::new(options)).run();
     }));
     let mut report = mirrors.map_or_else(Report::default, |mirrors| mirrors.report(options.seed));
+    if let Err(panic) = outcome {
+        report.panicked(options.seed, panic.as_ref());
+    }
+    report
+}
+
+/// Runs one seed of a control plane without a data path.
+fn run_control(options: RunOptions) -> Report {
+    let mut cluster = cluster::Cluster::new(options);
+    let outcome = catch_unwind(AssertUnwindSafe(|| cluster.run()));
+    let mut report = cluster.report();
     if let Err(panic) = outcome {
         report.panicked(options.seed, panic.as_ref());
     }

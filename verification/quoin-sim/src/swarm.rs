@@ -83,6 +83,8 @@ pub enum Swarm {
     Failovers,
     /// The same, with records of either side that are restored from old copies.
     Restored,
+    /// Many volumes without a data path: grants, fences, devices, tokens and copies by the records.
+    Control,
 }
 
 impl Swarm {
@@ -120,6 +122,7 @@ impl Swarm {
         Swarm::Mirrors,
         Swarm::Failovers,
         Swarm::Restored,
+        Swarm::Control,
     ];
 
     pub fn name(self) -> &'static str {
@@ -157,6 +160,7 @@ impl Swarm {
             Swarm::Mirrors => "mirrors",
             Swarm::Failovers => "failovers",
             Swarm::Restored => "restored",
+            Swarm::Control => "control",
         }
     }
 
@@ -174,7 +178,9 @@ impl Swarm {
     pub fn shape(self, random: &mut Random) -> Option<Shape> {
         let small = Shape::small(random);
         Some(match self {
-            Swarm::Broad | Swarm::Mirrors | Swarm::Failovers | Swarm::Restored => return None,
+            Swarm::Broad | Swarm::Control | Swarm::Mirrors | Swarm::Failovers | Swarm::Restored => {
+                return None;
+            }
             Swarm::Few => Shape { factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)], ..small },
             Swarm::Takeovers => Shape {
                 wanted: Wanted::Power,
@@ -815,8 +821,11 @@ mod tests {
     fn a_swarm_is_found_by_its_name() {
         for swarm in Swarm::ALL {
             assert_eq!(Swarm::named(swarm.name()), Some(*swarm));
-            let is_shaped = *swarm != Swarm::Broad && !swarm.is_mirrored();
-            assert_eq!(swarm.shape(&mut Random::new(1)).is_some(), is_shaped);
+            // A broad run draws from everything; two clusters, and the control plane alone, have no
+            // data path.
+            let has_no_shape =
+                matches!(swarm, Swarm::Broad | Swarm::Control) || swarm.is_mirrored();
+            assert_eq!(swarm.shape(&mut Random::new(1)).is_none(), has_no_shape);
         }
         assert_eq!(Swarm::named("no such"), None);
     }

@@ -145,10 +145,11 @@ pub fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Resul
             fence(volume, false, term)?;
         }
         let is_another = !is_lent || mutant::is("use-begins-with-an-epoch-of-nobody");
-        let since_epoch = volume.opened.epoch + u64::from(is_another);
+        let epoch = volume.opened.epoch;
+        let since_epoch = epoch + u64::from(is_another);
         match is_shared {
-            true => volume.used.begin_shared(since_epoch),
-            false => volume.used.begin(&publish.node, since_epoch),
+            true => volume.used.begin_shared(since_epoch, epoch),
+            false => volume.used.begin(&publish.node, since_epoch, epoch),
         }
     }
     Ok(true)
@@ -200,7 +201,7 @@ mod tests {
         (volume.opened.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (7, 0, 0);
         (volume.opened.owner, volume.grants.holder) = (Some("h2".to_owned()), holder.to_owned());
         volume.attachments.clear();
-        volume.used.begin("h1", 3);
+        volume.used.begin("h1", 3, 2);
         volume
     }
 

@@ -113,7 +113,7 @@ mod tests {
     fn a_volume_is_not_detached_unasked_from_a_silent_node_that_was_cut_off_with_it() {
         let mut volume = crate::records::recorded::volume();
         volume.grants.holder = "node-1".to_owned();
-        volume.used.begin("node-1", volume.opened.epoch);
+        volume.used.begin("node-1", volume.opened.epoch, volume.opened.epoch);
         let reports =
             NodeReports { is_online: false, last: None, devices_told: None, devices: &[] };
         let (after, now) = (Duration::from_secs(3), Time::from_millis(1000));
@@ -127,7 +127,7 @@ mod tests {
         fence(&mut detached, false, Term::default()).unwrap();
         assert!(!detached.may_be_held_by("node-1") && refused(&detached));
         // Attached for a use of its own that never began.
-        volume.used.begin("node-2", volume.opened.epoch + 1);
+        volume.used.begin("node-2", volume.opened.epoch + 1, volume.opened.epoch);
         volume.attachments[0].node = "node-2".to_owned();
         assert!(check_unused(&volume, "node-2", reports, after, now).is_ok());
     }

@@ -31,7 +31,13 @@ impl Hearing {
     /// This word after the pool's word `before`.
     pub fn after(self, before: Self, now: Time) -> Self {
         match (self, before) {
-            (Self::Silent(_), Self::Hears) => Self::Silent(Some(now)),
+            (word @ Self::Silent(_), Self::Unknown)
+                if mutant::is("first-silence-taken-for-a-long-one") =>
+            {
+                word
+            }
+            // A pool whose first word this is may have heard a target a moment ago.
+            (Self::Silent(_), Self::Hears | Self::Unknown) => Self::Silent(Some(now)),
             (Self::Silent(_), Self::Silent(since)) => Self::Silent(since),
             (word, _) => word,
         }
@@ -162,6 +168,14 @@ mod tests {
         let later = now + Duration::from_secs(5);
         assert_eq!(Hearing::Silent(None).after(ended, later), ended);
         assert_eq!(Hearing::Hears.after(ended, later), Hearing::Hears);
-        assert_eq!(Hearing::Silent(None).after(Hearing::Unknown, now), Hearing::Silent(None));
+    }
+
+    #[test]
+    fn a_pool_that_says_for_the_first_time_that_it_hears_nothing_is_silent_from_then_on() {
+        let now = Time::from_millis(3_600_000);
+        let first = Hearing::Silent(None).after(Hearing::Unknown, ago(now, 3));
+        assert_eq!(first, Hearing::Silent(Some(ago(now, 3))));
+        let words = [("a", first), ("b", first), ("c", Hearing::Unknown)];
+        assert!(judge(ago(now, 60), &words, 2, TIMEOUT, now).is_err());
     }
 }

@@ -212,7 +212,12 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
             sharer("node-2", true, Sharing::ReadOnly),
             sharer("node-3", true, Sharing::MultiWriter),
         ],
-        used: Use { by: "*".into(), since_epoch: 5 },
+        used: Use {
+            by: "*".into(),
+            since_epoch: 5,
+            before_by: "node-2".into(),
+            before_since_epoch: 3,
+        },
         ..volume()
     };
     hold("volume-shared", &shared);

@@ -5,6 +5,9 @@
 //! again. So a record numbers its uses ([`Use`]): a use is the time in which one node alone has the
 //! volume, over any number of attachments and openings.
 
+use std::mem;
+
+use quoin_types::mutant;
 use serde::{Deserialize, Serialize};
 
 use crate::records::is_zero;
@@ -18,15 +21,24 @@ pub struct Use {
     /// Lower limit of the epochs of this use; all epochs of earlier uses are lower.
     #[serde(default, rename = "used_since_epoch", skip_serializing_if = "is_zero")]
     pub since_epoch: u64,
+    /// Who had the last use before this one that was opened; empty: not known. A use that nobody opens
+    /// changes no block, and what was dead before it stays so.
+    #[serde(default, rename = "used_before_by", skip_serializing_if = "String::is_empty")]
+    pub before_by: String,
+    /// Lower limit of the epochs of that use.
+    #[serde(default, rename = "used_before_since_epoch", skip_serializing_if = "is_zero")]
+    pub before_since_epoch: u64,
 }
 
 /// Stands for the nodes of a use that several share; no node has this name.
 const SHARED: &str = "*";
 
 impl Use {
-    /// Begins the use of a node. `since_epoch` is above all epochs of other nodes' uses.
-    pub fn begin(&mut self, node: &str, since_epoch: u64) {
+    /// Begins the use of a node. `since_epoch` is above all epochs of other nodes' uses; `epoch`: the
+    /// one that the volume has.
+    pub fn begin(&mut self, node: &str, since_epoch: u64, epoch: u64) {
         if self.by != node {
+            self.end(epoch);
             node.clone_into(&mut self.by);
             self.since_epoch = since_epoch;
         }
@@ -34,22 +46,35 @@ impl Use {
 
     /// Begins a use by several nodes. It lasts as long as nodes that share the volume follow each
     /// other: what one of them has cached is its own affair.
-    pub fn begin_shared(&mut self, since_epoch: u64) {
-        self.begin(SHARED, since_epoch);
+    pub fn begin_shared(&mut self, since_epoch: u64, epoch: u64) {
+        self.begin(SHARED, since_epoch, epoch);
     }
 
-    /// Ends the use without a next one: the next one is new, whoever begins it.
-    pub fn end(&mut self) {
+    /// Ends the use without a next one: the next one is new, whoever begins it. `epoch`: the one that the
+    /// volume has.
+    pub fn end(&mut self, epoch: u64) {
+        if self.is_opened(epoch) && !mutant::is("opened-use-forgotten-at-the-next") {
+            (self.before_by, self.before_since_epoch) = (mem::take(&mut self.by), self.since_epoch);
+        }
         self.by.clear();
+    }
+
+    /// Returns true if the volume was opened in this use.
+    fn is_opened(&self, epoch: u64) -> bool {
+        !self.by.is_empty() && epoch >= self.since_epoch
     }
 
     pub fn is_shared(&self) -> bool {
         self.by == SHARED
     }
 
-    /// Node that has it, in words.
-    pub fn user(&self) -> &str {
-        if self.is_shared() { "other nodes" } else { &self.by }
+    /// The last use that was opened: the node that had it, in words, and its lower limit of epochs.
+    pub fn last_opened(&self, epoch: u64) -> (&str, u64) {
+        let (by, since_epoch) = match self.is_opened(epoch) {
+            true => (&self.by, self.since_epoch),
+            false => (&self.before_by, self.before_since_epoch),
+        };
+        (if by == SHARED { "other nodes" } else { by }, since_epoch)
     }
 
     /// First epoch of this node's use; 0 where the use is another node's.
@@ -57,15 +82,19 @@ impl Use {
         if self.by == node || self.is_shared() { self.since_epoch } else { 0 }
     }
 
-    /// Returns true if a device on a node was made for an earlier use, and this use has begun with an
-    /// opening. `is_attached`: the node has the volume.
+    /// Returns true if a device on a node was made for an earlier use than the last one that was opened.
+    /// `is_attached`: the node has the volume.
     pub fn is_over(&self, node: &str, made_for: u64, epoch: u64, is_attached: bool) -> bool {
-        let is_another = match self.is_shared() {
-            true => !is_attached,
-            false => self.by != node,
-        };
-        let is_earlier = is_another || (made_for != 0 && made_for < self.since_epoch);
-        !self.by.is_empty() && is_earlier && epoch >= self.since_epoch
+        let is_of = |by: &str| if by == SHARED { is_attached } else { by == node };
+        let is_before = |since_epoch: u64| made_for != 0 && made_for < since_epoch;
+        if self.is_opened(epoch) {
+            return !is_of(&self.by) || is_before(self.since_epoch);
+        }
+        // A device of unknown use may be of the one that begins now.
+        let is_anothers = !is_of(&self.before_by) && (made_for != 0 || !is_of(&self.by));
+        let since_epoch = self.before_since_epoch;
+        !self.before_by.is_empty()
+            && (is_before(since_epoch) || (is_anothers && made_for <= since_epoch))
     }
 }
 
@@ -77,19 +106,19 @@ mod tests {
     fn a_use_lasts_over_attachments_of_one_node_and_ends_with_another_ones_opening() {
         let mut used = Use::default();
         assert!(!used.is_over("h1", 0, 9, true), "records of former versions say nothing");
-        used.begin("h1", 5);
-        used.begin("h1", 9);
+        used.begin("h1", 5, 4);
+        used.begin("h1", 9, 4);
         assert_eq!((used.since_of("h1"), used.since_of("h2")), (5, 0));
         assert!(!used.is_over("h1", 5, 7, true));
 
-        used.begin("h2", 8);
+        used.begin("h2", 8, 7);
         assert!(!used.is_over("h1", 5, 7, false), "nobody has opened it there yet");
         assert!(used.is_over("h1", 5, 8, false));
         assert!(used.is_over("h1", 0, 8, false), "also where its use was not told");
         assert!(!used.is_over("h2", 8, 8, true));
 
         // Back on the first node: a device of its former use does not belong to its new use.
-        used.begin("h1", 8);
+        used.begin("h1", 9, 8);
         assert!(used.is_over("h1", 5, 9, true));
         assert!(!used.is_over("h1", 9, 9, true));
     }
@@ -97,14 +126,45 @@ mod tests {
     #[test]
     fn a_shared_use_lasts_over_the_nodes_that_have_it_and_ends_for_each_one_that_leaves() {
         let mut used = Use::default();
-        used.begin("h1", 5);
-        used.begin_shared(8);
-        used.begin_shared(11);
+        used.begin("h1", 5, 4);
+        used.begin_shared(8, 7);
+        used.begin_shared(11, 7);
         assert_eq!((used.since_of("h1"), used.since_of("h2")), (8, 8));
         assert!(used.is_over("h1", 5, 8, true), "of the use that it had alone");
         assert!(!used.is_over("h1", 8, 12, true) && !used.is_over("h2", 0, 12, true));
         assert!(used.is_over("h2", 8, 12, false), "it is not attached there any more");
-        used.begin("h1", 14);
+        used.begin("h1", 14, 13);
         assert!(used.is_over("h1", 8, 14, true) && used.is_over("h2", 8, 14, false));
+    }
+
+    #[test]
+    fn a_use_that_nobody_opens_hides_no_opened_one_before_it() {
+        let mut used = Use::default();
+        used.begin("h1", 3, 2);
+        used.begin("h2", 5, 4);
+        assert!(used.is_over("h1", 3, 5, false));
+        // The first node comes back, a third one comes, or a revert ends the use; nobody opens it.
+        for next in ["h1", "h3", ""] {
+            let mut used = used.clone();
+            match next {
+                "" => used.end(6),
+                node => used.begin(node, 7, 6),
+            }
+            assert!(used.is_over("h1", 3, 6, next == "h1"), "{next}");
+            assert_eq!(used.last_opened(6), ("h2", 5));
+            assert!(!used.is_over("h2", 5, 6, false), "nothing was changed after it: {next}");
+            assert!(next.is_empty() || !used.is_over(next, 7, 6, true), "it is to be opened");
+            assert!(!used.is_over("h1", 0, 6, true) || next != "h1", "it may be the new one");
+            // Another one that nobody opens follows.
+            used.begin("h4", 8, 6);
+            assert!(used.is_over("h1", 3, 6, false) && used.is_over("h1", 0, 6, false), "{next}");
+            used.begin("h2", 9, 8);
+            assert!(used.is_over("h2", 5, 8, true), "the fourth one opened it: {next}");
+        }
+        // Shared: each one that left stays dead, and each one that has it goes on.
+        used.begin_shared(7, 6);
+        used.begin("h1", 9, 8);
+        assert!(used.is_over("h2", 7, 8, false) && !used.is_over("h1", 7, 8, true));
+        assert!(!used.is_over("h1", 9, 8, false), "detached again before it was opened");
     }
 }

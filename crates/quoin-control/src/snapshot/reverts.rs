@@ -246,7 +246,7 @@ async fn wish(state: &State, wished: RevertRecord) -> Result<Arc<RevertRecord>, 
             );
             return Err(Error::Precondition(rule));
         }
-        volume.used.end();
+        volume.used.end(volume.opened.epoch);
         Ok(())
     };
     state.update_volume(wished.volume.0, end_use).await?;

@@ -109,11 +109,12 @@ impl Devices {
         let devices = observed.nodes.get(node).map_or(&[][..], |seen| seen.devices());
         let over = |device: &DeviceSeen| {
             let volume = self.state.volumes.get(&device.volume.to_string())?;
+            let (by, since_epoch) = volume.used.last_opened(volume.opened.epoch);
             is_over(&volume, node, device.since_epoch).then(|| ServedElsewhere {
                 volume_id: volume.id.0.to_string(),
                 name: volume.spec.name.clone(),
-                node: volume.used.user().to_owned(),
-                since_epoch: volume.used.since_epoch,
+                node: by.to_owned(),
+                since_epoch,
             })
         };
         devices.iter().filter_map(over).collect()
@@ -125,7 +126,7 @@ impl Devices {
         let of_it = |(node, seen): (&String, &NodeSeen)| {
             let devices = seen.devices().iter().filter(|d| d.volume == volume.id.0);
             let message = |device: &DeviceSeen| {
-                let (by, since_epoch) = (volume.used.user(), volume.used.since_epoch);
+                let (by, since_epoch) = volume.used.last_opened(volume.opened.epoch);
                 let is_dead = is_over(volume, node, device.since_epoch);
                 api::VolumeDevice {
                     node: node.clone(),
