@@ -267,7 +267,7 @@ impl Cluster {
                 self.update(id, |v, term| fencing::stale(v, &node, term));
             }
             Change::LeftOver => {
-                self.update(id, |v, term| fencing::left_over(v, term));
+                self.update(id, fencing::left_over);
             }
             Change::Acquire(asked) => self.acquire(id, &asked),
             Change::AddReplica(newcomer) => {
