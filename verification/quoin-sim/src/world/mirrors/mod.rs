@@ -50,7 +50,7 @@ use crate::trace::Trace;
 const GROUP: GroupId = GroupId(1);
 /// Time after the last fault within which all must be well again.
 const WELL_WITHIN: Instant = 400 * SECOND;
-/// Events of one run at most: the longest of 1,000 had a tenth of it.
+/// Events of one run at most: one with more counts as a run without an end.
 const EVENTS_MAX: u64 = 5_000_000;
 /// Time at the end in which nobody writes.
 const IDLE: Instant = 120 * SECOND;
