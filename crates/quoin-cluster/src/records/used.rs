@@ -21,8 +21,8 @@ pub struct Use {
     /// Lower limit of the epochs of this use; all epochs of earlier uses are lower.
     #[serde(default, rename = "used_since_epoch", skip_serializing_if = "is_zero")]
     pub since_epoch: u64,
-    /// Who had the last use before this one that was opened; empty: not known. A use that nobody opens
-    /// changes no block, and what was dead before it stays so.
+    /// Holder of the last use before this one that was opened; empty: not known. A use that nobody
+    /// opens changes no block, and what was dead before it stays so.
     #[serde(default, rename = "used_before_by", skip_serializing_if = "String::is_empty")]
     pub before_by: String,
     /// Lower limit of the epochs of that use.

@@ -28,7 +28,7 @@ pub(super) struct Node {
     pub devices: BTreeMap<VolumeId, Device>,
 }
 
-/// What a target was granted.
+/// Grant of a target.
 #[derive(Clone, Debug)]
 pub(super) struct Grant {
     pub epoch: Epoch,

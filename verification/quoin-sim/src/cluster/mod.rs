@@ -93,14 +93,14 @@ enum Event {
     Recover,
 }
 
-/// What the records say.
+/// Content of the records.
 #[derive(Clone, Default)]
 struct Records {
     volumes: BTreeMap<VolumeId, VolumeRecord>,
     tokens: BTreeMap<String, TokenRecord>,
 }
 
-/// What the controller has seen since it started.
+/// Things that the controller has seen since it started.
 #[derive(Default)]
 struct Observed {
     started: u64,

@@ -1,4 +1,4 @@
-//! Who asks the records for what, and what becomes of it.
+//! Changes that are asked of the records, and what becomes of them.
 
 use std::collections::BTreeMap;
 
@@ -217,7 +217,7 @@ impl Cluster {
         }
     }
 
-    /// What somebody decided a moment ago meets the record as it is now.
+    /// A change that somebody decided on a moment ago meets the record as it is now.
     pub(super) fn change(&mut self, id: VolumeId, change: Change) {
         if self.doubt.is_some() {
             return;

@@ -1,4 +1,4 @@
-//! What truly happened, whatever the records say of it.
+//! The true course of things, whatever the records say of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
