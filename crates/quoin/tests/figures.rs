@@ -17,10 +17,18 @@ const FIELDS: [&str; 5] = ["floor", "quoin", "ratio", "floor_cpu_us", "quoin_cpu
 
 /// Runs a benchmark too short to measure anything, and reads its output.
 fn cases(flags: &[&str]) -> (serde_json::Map<String, serde_json::Value>, String) {
+    // A busy machine may answer nothing in so short a time, which the benchmark says.
+    cases_of("0.2", flags).or_else(|_| cases_of("5", flags)).unwrap()
+}
+
+fn cases_of(
+    seconds: &str,
+    flags: &[&str],
+) -> Result<(serde_json::Map<String, serde_json::Value>, String), String> {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("figures.json");
     let output = Command::new(env!("CARGO_BIN_EXE_quoin"))
-        .args(["bench", "--seconds", "0.2", "--pairs", "1", "--size-mib", "16"])
+        .args(["bench", "--seconds", seconds, "--pairs", "1", "--size-mib", "16"])
         .args(flags)
         .arg("--json")
         .arg(&file)
@@ -31,9 +39,13 @@ fn cases(flags: &[&str]) -> (serde_json::Map<String, serde_json::Value>, String)
         .stdin(Stdio::null())
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    if errors.contains("not one request was answered") {
+        return Err(errors);
+    }
+    assert!(output.status.success(), "{errors}");
     let cases = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
-    (cases, String::from_utf8_lossy(&output.stdout).into_owned())
+    Ok((cases, String::from_utf8_lossy(&output.stdout).into_owned()))
 }
 
 fn assert_complete(name: &str, figures: &serde_json::Value) {
