@@ -10,7 +10,7 @@ use crate::records::{RecoveryRecord, TokenRecord};
 /// Reason why a token is not taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NotTaken {
-    /// It is used by another key, over, or of records that are doubted.
+    /// Another key has used it, its time is over, or its records are doubted.
     Bad,
     OtherRole,
     OtherHolder,

@@ -22,7 +22,7 @@ pub enum Event {
     Stored {
         version: u64,
     },
-    /// The record is another one: it was changed by somebody else.
+    /// The record was changed since it was read.
     Changed {
         record: Box<Record>,
         version: u64,
@@ -62,7 +62,7 @@ pub enum Order {
         is_primary: bool,
         begun: Begun,
     },
-    /// Cuts the live view, which nobody changes.
+    /// Order to cut the live view, which takes no writes.
     Cut(PointId),
     Drop(PointId),
     Revert(PointId),

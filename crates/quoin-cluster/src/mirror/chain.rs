@@ -17,7 +17,7 @@ impl fmt::Debug for ClusterId {
     }
 }
 
-/// One reign of one cluster. Two clusters may begin the same number apart from each other, and one cluster may
+/// Reign of one cluster. Two clusters may begin the same number apart from each other, and one cluster may
 /// begin a number again after a resync that discarded it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]
 pub struct Generation {
@@ -52,11 +52,11 @@ pub struct Chain(Vec<Begun>);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Relation {
     Same,
-    /// The other one goes on where this one ends. Its next generation began at this point.
+    /// The other chain goes on where this one ends. Its next generation began at this point.
     Behind {
         fork: Option<PointId>,
     },
-    /// This one goes on where the other one ends.
+    /// This chain goes on where the other one ends.
     Ahead,
     /// Each has a generation that the other one lacks.
     Forked,

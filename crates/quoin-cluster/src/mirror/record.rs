@@ -124,7 +124,7 @@ pub struct Record {
     pub claims: Claims,
     /// Names the fence that the present transition needs: nothing that was granted before it counts.
     pub fence: u128,
-    /// It was recovered, and the other side has not spoken since.
+    /// The record was recovered, and the other side has not spoken since.
     pub is_unsure: bool,
     /// The other side is asked to step down.
     pub asks_step_down: bool,
@@ -213,7 +213,7 @@ impl Record {
         if !mutant::is("transfer-kept-over-a-recovery") {
             self.receiving = None;
         }
-        // Whatever was fenced for it, was fenced for what came after it too.
+        // A fence of it holds for what came after it too.
         self.fence = 0;
         if mutant::is("role-of-restored-records-believed") {
             return self;

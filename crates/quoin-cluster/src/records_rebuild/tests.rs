@@ -126,7 +126,7 @@ fn listed(finding: &Finding) -> Vec<u128> {
     known
 }
 
-/// It may have gone to another node since the copy was made.
+/// The volume may have gone to another node since the copy was made.
 #[test]
 fn an_epoch_that_the_record_did_not_know_is_nobodys_whom_it_names() {
     let mut old = record(2, &[1, 2], 4);

@@ -3,7 +3,6 @@
 //! A stream sends its member the whole assignment first, and then only changes: the cost of a
 //! change, for the controller and on the wire, does not grow with the number of volumes.
 
-use crate::messages::{membership, spec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -22,6 +21,7 @@ use quoin_types::VolumeId;
 use crate::Error;
 use crate::disaster::salvage::Salvage;
 use crate::membership::term::Terms;
+use crate::messages::{membership, spec};
 use crate::state::State;
 use crate::state::changes::News;
 use crate::volume::devices::Devices;

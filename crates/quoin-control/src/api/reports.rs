@@ -1,8 +1,5 @@
 //! Reports of agents: hostile until checked, bounded, and never a command.
 
-#[cfg(test)]
-use crate::fields::TEXT_BYTES_MAX;
-use crate::fields::{id, is_address, sentence, short};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
@@ -16,6 +13,7 @@ use quoin_replication::recognition::PoolCounts;
 use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
+use crate::fields::{id, is_address, sentence, short};
 use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
@@ -792,6 +790,7 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fields::TEXT_BYTES_MAX;
 
     #[test]
     fn an_address_is_a_host_with_or_without_a_port_and_no_other_text() {

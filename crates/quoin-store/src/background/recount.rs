@@ -79,9 +79,9 @@ struct OpenPart {
 /// A block of a segment, as it is known without a look at the map of moved blocks.
 #[derive(Clone, Copy)]
 pub enum BlockOf {
-    /// It lies in this block of the pool.
+    /// Block of the pool in which it lies.
     At(u64),
-    /// It was moved, and this place names it.
+    /// Place that names it, since it was moved.
     Moved(u64),
 }
 

@@ -162,7 +162,7 @@ impl Mirrors {
         }
         if before.role == Role::Resyncing && after.role == Role::Secondary {
             self.checks.resyncs += 1;
-            // It discarded its own generation.
+            // The side discarded its own generation.
             self.checks.said[side] = (0, None, 0);
         }
         self.checks.take_overs +=
