@@ -8,8 +8,7 @@ use quoin_cluster::Refusal;
 use quoin_cluster::ownership::epochs::{self, Acquire, MembershipSwap};
 use quoin_cluster::ownership::{attachment, change, lending, lifecycle, recovery, replicas};
 use quoin_cluster::records::{
-    Cause, MembershipRecord, Replay, ReplicaPhase, ReplicaRecord, Spec, Text, VolumePhase,
-    VolumeRecord,
+    Cause, MembershipRecord, Replay, ReplicaPhase, ReplicaRecord, Spec, VolumePhase, VolumeRecord,
 };
 use quoin_replication::primary::LiveOptions;
 use quoin_types::{Desired, Epoch, Incarnation, Member, Membership, ReplicaGuid, Term, VolumeId};
@@ -228,7 +227,7 @@ impl Record {
         let is_moving = |volume: &VolumeRecord| volume.known_guid(member.id).is_some();
         let _ = self.change(|volume, _| {
             if is_moving(volume) {
-                replicas::discard(volume, Text(member.guid));
+                replicas::discard(volume, member);
                 return Ok(());
             }
             replicas::leave(volume, &[member.id], &[]).map(drop)

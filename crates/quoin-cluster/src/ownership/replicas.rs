@@ -1,6 +1,6 @@
 //! Replicas of a volume that come and leave, and what its target is told of them.
 
-use quoin_types::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
+use quoin_types::{Desired, Member, Newcomer, ReplicaId};
 
 use crate::Refusal;
 use crate::records::{Cause, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord};
@@ -44,9 +44,9 @@ pub fn newcomer(member: Member, pool: String, cause: Cause, placed: bool) -> Rep
     ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, placed, cause }
 }
 
-/// Gives up a newcomer; its pool deletes it.
-pub fn discard(volume: &mut VolumeRecord, guid: Text<ReplicaGuid>) {
-    if let Some(at) = volume.replicas.iter().position(|replica| replica.guid == guid) {
+/// Gives up a newcomer; its pool deletes it. A copy under another id has the same GUID.
+pub fn discard(volume: &mut VolumeRecord, newcomer: Member) {
+    if let Some(at) = volume.replicas.iter().position(|replica| replica.member() == newcomer) {
         volume.discard(at);
     }
 }
@@ -77,7 +77,7 @@ pub fn leave(
         let (known, newcomers): (Vec<_>, Vec<_>) =
             here.iter().cloned().partition(|r| volume.is_known(r));
         for newcomer in newcomers {
-            discard(volume, newcomer.guid);
+            discard(volume, newcomer.member());
         }
         if known.is_empty() && volume.known_guid(*id).is_some() {
             // Lost in its pool, and what was to come in its place is given up with it: the known

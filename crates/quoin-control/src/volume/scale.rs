@@ -301,7 +301,7 @@ pub(crate) fn move_to(
                 newcomer.pool
             )));
         }
-        let newcomer = newcomer.guid;
+        let newcomer = newcomer.member();
         replicas::discard(volume, newcomer);
         if goes_back {
             return Ok(Some(format!("replica {id} stays on pool {pool}")));
@@ -341,7 +341,7 @@ pub(crate) fn relocate(
     let pool = chosen.into_iter().next().unwrap_or_default();
     if !volume.is_known(&first) {
         // A replica that counts nowhere yet is simply made elsewhere.
-        replicas::discard(volume, first.guid);
+        replicas::discard(volume, first.member());
     }
     let placed = cause == Cause::Asked && !named.is_empty();
     volume.replicas.push(newcomer(first.id.0, pool.clone(), cause, placed));

@@ -9,8 +9,7 @@ use quoin_cluster::ownership::epochs::MembershipSwap;
 use quoin_cluster::ownership::liveness::check_silent;
 use quoin_cluster::ownership::{change, epochs, failover, fencing, lending, replay, replicas};
 use quoin_cluster::records::{
-    Cause, MembershipRecord, ReplicaPhase, ReplicaRecord, Sharing, Spec, Text, VolumePhase,
-    VolumeRecord,
+    Cause, MembershipRecord, ReplicaPhase, ReplicaRecord, Sharing, Spec, VolumePhase, VolumeRecord,
 };
 use quoin_types::entry::Rule;
 use quoin_types::membership::default_cf;
@@ -287,9 +286,9 @@ impl Cluster {
             }
             Change::TakeBack(guid) => {
                 self.update(id, |v, _| {
-                    let newcomer = v.replicas.iter().find(|r| r.guid.0 == guid);
-                    if newcomer.is_some_and(|replica| !v.is_known(replica)) {
-                        replicas::discard(v, Text(guid));
+                    let named = v.replicas.iter().find(|r| r.guid.0 == guid && !v.is_known(r));
+                    if let Some(newcomer) = named.map(ReplicaRecord::member) {
+                        replicas::discard(v, newcomer);
                     }
                     Ok(())
                 });

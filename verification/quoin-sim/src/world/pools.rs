@@ -744,6 +744,11 @@ impl World {
             return;
         }
         let Some(newcomer) = self.replacement_for(pool) else {
+            // Another record takes its place, and may be withdrawn. The pool says it with each report.
+            if self.control.record.membership.contains(lost) {
+                self.schedule.after(500 * MILLISECOND, Event::Recreate { pool });
+                return;
+            }
             self.pools[pool].member = Member::default();
             self.pools[pool].cache_lost = false;
             return;
