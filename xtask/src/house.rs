@@ -4,6 +4,8 @@
 use crate::device_calls;
 use crate::invariants;
 use crate::methods;
+use crate::module_circles;
+use crate::record_edits;
 use crate::run::{self, workspace_root};
 use crate::test_files;
 use crate::trace::collect_files;
@@ -142,6 +144,8 @@ pub fn check() -> Result<()> {
     violations.extend(device_calls::violations()?);
     violations.extend(invariants::violations()?);
     violations.extend(methods::violations()?);
+    violations.extend(module_circles::violations()?);
+    violations.extend(record_edits::violations()?);
     violations.extend(test_files::violations()?);
     violations.extend(wall_clock::violations()?);
     if !violations.is_empty() {

@@ -8,7 +8,7 @@ use quoin_types::time::Time;
 
 use super::chain::{Begun, Relation};
 use super::observed::Observed;
-use super::record::{Receiving, Record, Role, Transfer};
+use super::record::{Receiving, Record, Role, Stamp, Transfer};
 use super::session::{Received, Session};
 use super::word::{Message, Offer, Want, Word};
 use super::{POINTS_TOLD_MAX, SAY_AGAIN, SILENT_AFTER};
@@ -42,13 +42,6 @@ pub enum Event {
         is_running: bool,
     },
     Message(Vec<u8>),
-}
-
-/// Place of a record in time: an order with a lower one than a member has seen is late.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct Stamp {
-    pub term: u64,
-    pub version: u64,
 }
 
 /// Order to one member. All of them may be given again.

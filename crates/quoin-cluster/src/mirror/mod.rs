@@ -32,10 +32,10 @@ pub mod record;
 pub mod session;
 pub mod word;
 
-pub use brain::{Action, Brain, Event, Order, Stamp};
+pub use brain::{Action, Brain, Event, Order};
 pub use chain::{Begun, Chain, ClusterId, Generation};
-pub use observed::{Keepsake, Observed};
-pub use record::{Claim, Member, Record, Role, Transfer};
+pub use observed::Observed;
+pub use record::{Claim, Keepsake, Member, Record, Role, Stamp, Transfer};
 pub use word::Word;
 
 use std::time::Duration;

@@ -3,16 +3,7 @@
 use quoin_types::ids::PointId;
 use quoin_types::mutant;
 
-use super::brain::Stamp;
-use super::chain::Begun;
-use super::record::Transfer;
-
-/// Role and generation as pools keep them, with the record of a volume.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Keepsake {
-    pub is_primary: bool,
-    pub begun: Begun,
-}
+use super::record::{Keepsake, Stamp, Transfer};
 
 /// Report of one member.
 #[derive(Clone, PartialEq, Eq, Debug)]

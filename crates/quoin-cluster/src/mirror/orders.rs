@@ -2,7 +2,7 @@
 
 use quoin_types::mutant;
 
-use super::brain::{Action, Brain, Order, Stamp};
+use super::brain::{Action, Brain, Order};
 use super::observed::Observed;
 use super::record::{Member, Receiving, Role};
 

@@ -5,7 +5,6 @@ use quoin_types::ids::{GroupId, PointId, VolumeId};
 use quoin_types::mutant;
 
 use super::chain::{Begun, Chain, ClusterId, Generation};
-use super::observed::Keepsake;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Role {
@@ -35,6 +34,20 @@ impl Role {
     pub fn is_copy(self) -> bool {
         matches!(self, Self::Secondary | Self::Promoting | Self::Diverged | Self::Resyncing)
     }
+}
+
+/// Role and generation as pools keep them, with the record of a volume.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Keepsake {
+    pub is_primary: bool,
+    pub begun: Begun,
+}
+
+/// Place of a record in time: an order with a lower one than a member has seen is late.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Stamp {
+    pub term: u64,
+    pub version: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
