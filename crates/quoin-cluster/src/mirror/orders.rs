@@ -4,7 +4,7 @@ use quoin_types::mutant;
 
 use super::brain::{Action, Brain, Order};
 use super::observed::Observed;
-use super::record::{Member, Receiving, Role};
+use super::record::{Member, Receiving, Role, Stamp};
 
 impl Brain {
     pub(super) fn stamp(&self) -> Stamp {
