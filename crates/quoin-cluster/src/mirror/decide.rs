@@ -451,9 +451,8 @@ impl Brain {
                 let early = mutant::is("cursor-above-stable");
                 let to =
                     |seen: &super::Observed| if early { seen.taken_to } else { seen.stable_to };
-                let is_ended = |seen: &super::Observed| {
-                    seen.is_fed && !mutant::is("cursor-behind-the-end")
-                };
+                let is_ended =
+                    |seen: &super::Observed| seen.is_fed && !mutant::is("cursor-behind-the-end");
                 let bound =
                     |seen: &super::Observed| seen.taken_to.saturating_sub(is_ended(seen).into());
                 seen.map_or(*cursor, |seen| to(seen).min(bound(seen)).max(*cursor))

@@ -42,6 +42,18 @@ impl Hearing {
             (word, _) => word,
         }
     }
+
+    /// This word once the pool reports again that was not heard of for a while: a target may have lived
+    /// and ended meanwhile, so silence counts from now on.
+    #[must_use]
+    pub fn after_a_pause(self, now: Time) -> Self {
+        match self {
+            Self::Silent(_) if !mutant::is("silence-counted-over-a-pause") => {
+                Self::Silent(Some(now))
+            }
+            word => word,
+        }
+    }
 }
 
 /// Silence of a node.
@@ -119,6 +131,17 @@ fn judge(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn silence_counts_from_the_end_of_a_pause_in_which_the_pool_was_not_heard_of() {
+        let (long_ago, now) = (Time::from_millis(1), Time::from_millis(60_000));
+        for since in [None, Some(long_ago)] {
+            let paused = Hearing::Silent(since).after_a_pause(now);
+            assert_eq!(Hearing::Silent(None).after(paused, now), Hearing::Silent(Some(now)));
+        }
+        assert_eq!(Hearing::Hears.after_a_pause(now), Hearing::Hears);
+        assert_eq!(Hearing::Unknown.after_a_pause(now), Hearing::Unknown);
+    }
 
     const TIMEOUT: Duration = Duration::from_secs(10);
 

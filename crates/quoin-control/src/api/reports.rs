@@ -189,7 +189,12 @@ impl Reports {
             scrub: report.scrub.unwrap_or_default(),
             report: report.number,
         };
-        let before = observed.pools.remove(&report.pool);
+        let mut before = observed.pools.remove(&report.pool);
+        if let Some(before) = &mut before
+            && before.last.elapsed() >= self.state.settings.offline_after
+        {
+            before.pause(seen.last);
+        }
         let is_like_before = before.as_ref().is_some_and(|before| {
             was_online && before.error == seen.error && before.leaving == seen.leaving
         });

@@ -65,6 +65,13 @@ pub struct PoolSeen {
 }
 
 impl PoolSeen {
+    /// It was not heard of for so long that a target may have lived and ended meanwhile.
+    pub fn pause(&mut self, now: Instant) {
+        for replica in self.replicas.values_mut() {
+            replica.hearing = replica.hearing.after_a_pause(time::of(now));
+        }
+    }
+
     /// Takes in what changed. Returns the volumes as [`Self::differing`] does.
     pub fn change(
         &mut self,

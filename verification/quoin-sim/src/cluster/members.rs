@@ -14,7 +14,7 @@ use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, VolumeId}
 
 use crate::schedule::SECOND;
 
-use super::{Change, Cluster, Event, LEASE, Seen, TURN, node_name, pool_name, time};
+use super::{Change, Cluster, Event, LEASE, OFFLINE_AFTER, Seen, TURN, node_name, pool_name, time};
 
 /// A request of which nothing was heard for so long is lost: a plan is carried out within less.
 const SWAP_LOST_AFTER: u64 = 2 * SECOND;
@@ -419,11 +419,15 @@ impl Cluster {
             return;
         }
         let (name, now) = (pool_name(pool), self.schedule.now());
-        self.observed.pools.insert(name.clone(), now);
+        let before = self.observed.pools.insert(name.clone(), now);
+        let paused = before.is_some_and(|before| before + OFFLINE_AFTER.as_nanos() as u64 <= now);
         for (guid, replica) in &self.pools[pool].replicas {
             let lives = replica.heard.as_ref().is_some_and(|heard| heard.last + LEASE > now);
             let word = if lives { Hearing::Hears } else { Hearing::Silent(None) };
             let known = self.observed.words.entry((name.clone(), *guid)).or_default();
+            if paused {
+                *known = known.after_a_pause(time(now));
+            }
             *known = word.after(*known, time(now));
         }
         if self.doubt.is_some() {
