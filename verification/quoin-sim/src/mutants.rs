@@ -336,7 +336,7 @@ pub const ALL: &[Defect] = &[
     mirror("former-final-point-believed", Swarm::Restored),
     mirror("final-point-kept-over-a-recovery", Swarm::Restored),
     mirror("resync-of-the-peer-waited-for", Swarm::Failovers),
-    mirror("cursor-behind-the-end", Swarm::Restored),
+    mirror("stream-begins-behind-what-its-target-has", Swarm::Restored),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

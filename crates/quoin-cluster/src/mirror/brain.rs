@@ -8,7 +8,7 @@ use quoin_types::time::Time;
 
 use super::chain::{Begun, Relation};
 use super::observed::Observed;
-use super::record::{Receiving, Record, Role, Stamp, Transfer};
+use super::record::{Member, Receiving, Record, Role, Stamp, Transfer};
 use super::session::{Received, Session};
 use super::word::{Message, Offer, Want, Word};
 use super::{POINTS_TOLD_MAX, SAY_AGAIN, SILENT_AFTER};
@@ -306,7 +306,11 @@ impl Brain {
             members: record.members.clone(),
             held,
             offer: self.offer(),
-            want: record.receiving.as_ref().filter(|receiving| receiving.is_begun).map(want),
+            want: record
+                .receiving
+                .as_ref()
+                .filter(|receiving| receiving.is_begun)
+                .map(|r| self.want(r)),
             complete: record.points.complete,
             common: record.points.common,
             last: record.points.last,
@@ -395,15 +399,23 @@ impl Brain {
         now.since(last) >= SILENT_AFTER
     }
 
+    /// A member goes on at its cursor, or before it: a target that began by an older order takes nothing
+    /// that begins behind what it has.
+    fn want(&self, receiving: &Receiving) -> Want {
+        let own = Some((receiving.transfer, receiving.token));
+        let from = |(member, cursor): (&Member, &u64)| {
+            let seen = self.members.get(&member.volume).filter(|seen| seen.order == own);
+            let is_at_cursor = mutant::is("stream-begins-behind-what-its-target-has");
+            seen.filter(|_| !is_at_cursor).map_or(*cursor, |seen| seen.taken_to.min(*cursor))
+        };
+        Want {
+            transfer: receiving.transfer,
+            token: receiving.token,
+            cursors: self.record.members.iter().zip(&receiving.cursors).map(from).collect(),
+        }
+    }
+
     pub(super) fn has_own_mirror(&self) -> bool {
         self.own_mirror_since.is_some()
-    }
-}
-
-fn want(receiving: &Receiving) -> Want {
-    Want {
-        transfer: receiving.transfer,
-        token: receiving.token,
-        cursors: receiving.cursors.clone(),
     }
 }

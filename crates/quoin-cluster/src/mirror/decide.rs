@@ -437,8 +437,7 @@ impl Brain {
         })
     }
 
-    /// Cursors of the transfer, never above what its members have on stable media, and never behind its end:
-    /// a target that ends forgets that the end came, and takes the end alone once more.
+    /// Cursors of the transfer, never above what its members have on stable media.
     fn cursors(&self, now: Now, receiving: &Receiving) -> Option<Record> {
         let own = Some((receiving.transfer, receiving.token));
         let stable: Vec<u64> = self
@@ -451,11 +450,7 @@ impl Brain {
                 let early = mutant::is("cursor-above-stable");
                 let to =
                     |seen: &super::Observed| if early { seen.taken_to } else { seen.stable_to };
-                let is_ended =
-                    |seen: &super::Observed| seen.is_fed && !mutant::is("cursor-behind-the-end");
-                let bound =
-                    |seen: &super::Observed| seen.taken_to.saturating_sub(is_ended(seen).into());
-                seen.map_or(*cursor, |seen| to(seen).min(bound(seen)).max(*cursor))
+                seen.map_or(*cursor, |seen| to(seen).max(*cursor))
             })
             .collect();
         let most = stable.iter().zip(&receiving.cursors).map(|(new, old)| new - old).max()?;
