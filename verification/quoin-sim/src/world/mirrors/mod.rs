@@ -436,7 +436,7 @@ impl Mirrors {
         for (n, member) in members.iter().enumerate() {
             let Some(target) = self.sides[side].volumes.get_mut(member) else { return };
             // A target that has seen a later order takes none of an earlier one.
-            if target.obey(stamp, Order::Drop(PointId(u128::MAX))) != Effect::Nothing {
+            if !target.hears(stamp) {
                 return;
             }
             if is_broken && n > 0 && self.random.percent(50) {

@@ -117,12 +117,17 @@ impl Volume {
         self.stable_to = 0;
     }
 
+    /// Returns true unless a later order was seen.
+    pub fn hears(&mut self, stamp: Stamp) -> bool {
+        self.seen = self.seen.max(stamp);
+        stamp == self.seen
+    }
+
     /// Carries an order out, unless a later one was seen.
     pub fn obey(&mut self, stamp: Stamp, order: Order) -> Effect {
-        if stamp < self.seen {
+        if !self.hears(stamp) {
             return Effect::Nothing;
         }
-        self.seen = stamp;
         match order {
             Order::Fence(fence) => {
                 if self.fenced != fence {
