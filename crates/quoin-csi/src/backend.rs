@@ -69,13 +69,42 @@ impl Backend {
         if !is_id(id) {
             return Ok(None);
         }
-        let wanted = api::GetVolumeRequest { volume: by_id(id) };
+        let found = self.recorded_volume(by_id(id)).await?;
+        Ok(found.filter(|one| !matches!(one.phase.as_str(), "Deleting" | "Retained")))
+    }
+
+    /// Returns the volume if it has a record, whether or not it is deleted: its snapshots may stay.
+    async fn recorded_volume(
+        &self,
+        volume: Option<VolumeRef>,
+    ) -> Result<Option<api::Volume>, Status> {
+        let wanted = api::GetVolumeRequest { volume };
         match self.client.clone().get_volume(Self::request(wanted)).await {
-            Ok(answer) => Ok(Some(self.answered(Ok(answer))?)
-                .filter(|one| !matches!(one.phase.as_str(), "Deleting" | "Retained"))),
+            Ok(answer) => self.answered(Ok(answer)).map(Some),
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(from_control(&status)),
         }
+    }
+
+    /// Returns the volume whose data key a new volume of this name and source is to have; `None`: it gets a
+    /// data key of its own, or a volume of the name exists, or nothing can be made of the source.
+    pub async fn key_source(
+        &self,
+        name: &str,
+        source: Option<&api::VolumeSource>,
+    ) -> Result<Option<api::Volume>, Status> {
+        let Some(source) = source else { return Ok(None) };
+        let named = Some(VolumeRef { name: name.to_owned(), ..VolumeRef::default() });
+        if self.recorded_volume(named).await?.is_some() {
+            return Ok(None);
+        }
+        let volume = match &source.snapshot {
+            Some(snapshot) => self.find_snapshot(&snapshot.id).await?.map(|s| s.volume_id),
+            None => source.volume.as_ref().map(|volume| volume.id.clone()),
+        };
+        let Some(volume) = volume else { return Ok(None) };
+        let found = self.recorded_volume(by_id(&volume)).await?;
+        Ok(found.filter(|one| one.spec.as_ref().is_some_and(|spec| spec.encryption.is_some())))
     }
 
     /// Returns what a volume waits for, or what is wrong with it, in words.

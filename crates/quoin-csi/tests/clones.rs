@@ -134,6 +134,35 @@ async fn a_source_that_does_not_exist_or_cannot_be_used_makes_nothing() {
     assert_eq!(world.cluster.volumes().await.len(), 1);
 }
 
+/// Proves CSI-ERR-11: for CreateVolume with a source; who gets 16 deletes nothing.
+#[tokio::test]
+async fn a_copy_of_an_encrypted_source_with_another_key_makes_nothing() {
+    const KEY: &str = "correct horse battery";
+    const OTHER: &str = "incorrect horse battery";
+    let with = |key: &str, request: CreateVolumeRequest| CreateVolumeRequest {
+        parameters: map(&[("encrypted", "true")]),
+        secrets: map(&[("encryptionKey", key)]),
+        ..request
+    };
+    let mut world = World::start().await;
+    let source = world.made_from(with(KEY, create("db", 64 * MIB))).await.volume_id;
+    world.serve(&source).await;
+    let snapshot = world.snap(&source, "s").await.snapshot_id;
+    for source in [snapshot_of(&snapshot), volume_of(&source)] {
+        let answer = world.controller.create_volume(with(OTHER, from("copy", source))).await;
+        assert_eq!(code(&answer), Code::Unauthenticated);
+        assert_eq!(world.cluster.volumes().await.len(), 1);
+    }
+    world.delete_volume(&source).await;
+    let copy = |key| with(key, from("copy", snapshot_of(&snapshot)));
+    let before = world.cluster.volumes().await.len();
+    assert_eq!(code(&world.controller.create_volume(copy(OTHER)).await), Code::Unauthenticated);
+    assert_eq!(world.cluster.volumes().await.len(), before);
+    let made = world.made_from(copy(KEY)).await;
+    assert_eq!(world.made_from(copy(KEY)).await.volume_id, made.volume_id);
+    assert_eq!(code(&world.controller.create_volume(copy(OTHER)).await), Code::Unauthenticated);
+}
+
 /// Proves CSI-DELETEVOLUME-05, CSI-DELETEVOLUME-06, CSI-DELETEVOLUME-07, CSI-DELETEVOLUME-12,
 /// CSI-DELETESNAPSHOT-11: a clone stands on its own, a snapshot of a deleted volume still serves as a
 /// source, and so no deletion is refused because of snapshots.

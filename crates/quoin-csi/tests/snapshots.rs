@@ -27,14 +27,18 @@ impl World {
     /// A volume that is published to this node, so that a target serves it.
     pub async fn served(&mut self, name: &str) -> String {
         let volume_id = self.create(name, 64 * MIB).await.volume_id;
+        self.serve(&volume_id).await;
+        volume_id
+    }
+
+    pub async fn serve(&mut self, volume_id: &str) {
         let request = ControllerPublishVolumeRequest {
-            volume_id: volume_id.clone(),
+            volume_id: volume_id.to_owned(),
             node_id: NODE.to_owned(),
             volume_capability: Some(writer()),
             ..Default::default()
         };
         self.controller.controller_publish_volume(request).await.unwrap();
-        volume_id
     }
 
     pub async fn unserved(&mut self, volume_id: &str) {
