@@ -74,7 +74,7 @@ impl GroupController for GroupService {
         request: Request<CreateVolumeGroupSnapshotRequest>,
     ) -> Result<Response<CreateVolumeGroupSnapshotResponse>, Status> {
         let backend = self.served("CreateVolumeGroupSnapshot")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::name("name", &request.name)?;
         if request.source_volume_ids.is_empty() {
             return Err(missing("source_volume_ids"));
@@ -82,7 +82,7 @@ impl GroupController for GroupService {
         for id in &request.source_volume_ids {
             limits::required("source_volume_ids", id)?;
         }
-        self.0.admit("CreateVolumeGroupSnapshot", &request.secrets)?;
+        self.0.admit("CreateVolumeGroupSnapshot", &mut request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         parameters::of_snapshot(&request.parameters)?;
         let held = self.0.begin("group snapshot name", &request.name).await?;
@@ -104,10 +104,10 @@ impl GroupController for GroupService {
         request: Request<DeleteVolumeGroupSnapshotRequest>,
     ) -> Result<Response<DeleteVolumeGroupSnapshotResponse>, Status> {
         let backend = self.served("DeleteVolumeGroupSnapshot")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;
-        self.0.admit("DeleteVolumeGroupSnapshot", &request.secrets)?;
+        self.0.admit("DeleteVolumeGroupSnapshot", &mut request.secrets)?;
         let held = self.0.begin("group snapshot", &request.group_snapshot_id).await?;
         run_to_completion("DeleteVolumeGroupSnapshot", async move {
             let _held = held;
@@ -125,10 +125,10 @@ impl GroupController for GroupService {
         request: Request<GetVolumeGroupSnapshotRequest>,
     ) -> Result<Response<GetVolumeGroupSnapshotResponse>, Status> {
         let backend = self.served("GetVolumeGroupSnapshot")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;
-        self.0.admit("GetVolumeGroupSnapshot", &request.secrets)?;
+        self.0.admit("GetVolumeGroupSnapshot", &mut request.secrets)?;
         run_to_completion("GetVolumeGroupSnapshot", async move {
             let id = &request.group_snapshot_id;
             let group = find(&backend, id).await?.ok_or_else(|| no_group_snapshot(id))?;

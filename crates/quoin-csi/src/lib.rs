@@ -33,6 +33,7 @@ mod parameters;
 mod plugin;
 mod process;
 mod refusal;
+mod secrets;
 mod topology;
 
 pub use backend::Backend;

@@ -168,9 +168,9 @@ impl SnapshotMetadata for MetadataService {
         request: Request<GetMetadataAllocatedRequest>,
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
         let backend = self.served("GetMetadataAllocated")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("snapshot_id", &request.snapshot_id)?;
-        self.0.admit("GetMetadataAllocated", &request.secrets)?;
+        self.0.admit("GetMetadataAllocated", &mut request.secrets)?;
         let ranges_max = ranges_max(request.max_results)?;
         let target = find(&backend, &request.snapshot_id).await?;
         let starting_offset = starting_offset(request.starting_offset, target.size_bytes)?;
@@ -182,10 +182,10 @@ impl SnapshotMetadata for MetadataService {
         request: Request<GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
         let backend = self.served("GetMetadataDelta")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("base_snapshot_id", &request.base_snapshot_id)?;
         limits::required("target_snapshot_id", &request.target_snapshot_id)?;
-        self.0.admit("GetMetadataDelta", &request.secrets)?;
+        self.0.admit("GetMetadataDelta", &mut request.secrets)?;
         let ranges_max = ranges_max(request.max_results)?;
         let base = find(&backend, &request.base_snapshot_id).await?;
         let target = find(&backend, &request.target_snapshot_id).await?;

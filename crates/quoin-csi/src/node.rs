@@ -67,7 +67,7 @@ impl Node for NodeService {
         request: Request<NodeStageVolumeRequest>,
     ) -> Result<Response<NodeStageVolumeResponse>, Status> {
         let (backend, node) = self.served("NodeStageVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
@@ -76,7 +76,7 @@ impl Node for NodeService {
             Err(CapabilityError::Malformed(status)) => return Err(status),
             other => other,
         };
-        self.0.admit("NodeStageVolume", &request.secrets)?;
+        let secrets = self.0.admit("NodeStageVolume", &mut request.secrets)?;
         limits::map("publish_context", &request.publish_context)?;
         limits::map("volume_context", &request.volume_context)?;
         let held = self.0.begin_on_node(&request.volume_id).await?;
@@ -99,7 +99,7 @@ impl Node for NodeService {
                     request.volume_id
                 )));
             };
-            let key = encryption::of_stage(&volume, &request.secrets).await?;
+            let key = encryption::of_stage(&volume, &secrets).await?;
             let is_mounted = !capability.is_block();
             let other = volume.attachments.iter().find(|other| other.replays && other.node != name);
             if let Some(other) = other.filter(|_| is_mounted) {
@@ -158,7 +158,7 @@ impl Node for NodeService {
         request: Request<NodePublishVolumeRequest>,
     ) -> Result<Response<NodePublishVolumeResponse>, Status> {
         let (backend, node) = self.served("NodePublishVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let target = limits::path("target_path", &request.target_path)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
@@ -168,7 +168,7 @@ impl Node for NodeService {
         };
         let staging_path =
             limits::optional_path("staging_target_path", &request.staging_target_path)?;
-        self.0.admit("NodePublishVolume", &request.secrets)?;
+        self.0.admit("NodePublishVolume", &mut request.secrets)?;
         limits::map("publish_context", &request.publish_context)?;
         limits::map("volume_context", &request.volume_context)?;
         let staging_path = staging_path.ok_or_else(|| {
@@ -284,13 +284,13 @@ impl Node for NodeService {
         request: Request<NodeExpandVolumeRequest>,
     ) -> Result<Response<NodeExpandVolumeResponse>, Status> {
         let (backend, node) = self.served("NodeExpandVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         if request.volume_path.is_empty() {
             return Err(missing("volume_path"));
         }
         limits::optional_path("staging_target_path", &request.staging_target_path)?;
-        self.0.admit("NodeExpandVolume", &request.secrets)?;
+        self.0.admit("NodeExpandVolume", &mut request.secrets)?;
         let range = request.capacity_range.map(Range::read).transpose()?;
         if request.volume_capability.is_some() {
             Capability::read("volume_capability", request.volume_capability.as_ref())
@@ -390,7 +390,7 @@ impl Node for NodeService {
         request: Request<NodeGetStorageHealthRequest>,
     ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
         let (backend, _) = self.served_since("NodeGetStorageHealth", Edition::NEWEST)?;
-        self.0.admit("NodeGetStorageHealth", &request.into_inner().secrets)?;
+        self.0.admit("NodeGetStorageHealth", &mut request.into_inner().secrets)?;
         let plugin = self.0.clone();
         run_to_completion("NodeGetStorageHealth", async move {
             let backend_health = plugin.pools().health(&backend).await?;

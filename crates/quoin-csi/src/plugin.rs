@@ -31,6 +31,7 @@ use crate::in_flight::{Guard, InFlight};
 use crate::metadata::MetadataService;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
+use crate::secrets::Secrets;
 use crate::{limits, refusal};
 
 /// Interval of checks for calls under way while the process ends.
@@ -179,14 +180,16 @@ impl Plugin {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Checks the secrets of a call, and whether their caller may make it.
+    /// Takes the secrets of a call and checks them, and whether their caller may make it.
     pub(crate) fn admit(
         &self,
         call: &'static str,
-        secrets: &HashMap<String, String>,
-    ) -> Result<(), Status> {
-        limits::secrets(secrets)?;
-        self.inner.callers.check(call, secrets)
+        secrets: &mut HashMap<String, String>,
+    ) -> Result<Secrets, Status> {
+        let secrets = Secrets::take(secrets);
+        limits::secrets(&secrets)?;
+        self.inner.callers.check(call, &secrets)?;
+        Ok(secrets)
     }
 
     pub(crate) fn driver_name(&self) -> &str {

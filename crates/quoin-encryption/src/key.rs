@@ -133,8 +133,9 @@ fn derive_for(salt: &[u8], secret: &[u8], info: &[u8]) -> Result<Zeroizing<Vec<u
     Ok(derived)
 }
 
-/// Keeps this process out of core dumps, and other processes of its user out of its memory.
-fn forbid_dumps() {
+/// Keeps this process out of core dumps, and other processes of its user out of its memory. It comes about
+/// with the first data key; a process that hears passphrases calls it before the first of them.
+pub fn forbid_dumps() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         if let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {

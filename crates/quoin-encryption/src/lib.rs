@@ -21,5 +21,5 @@ pub mod written;
 
 pub use cipher::VolumeCipher;
 pub use error::Error;
-pub use key::{DataKey, USER_KEY_RULE, UserKey};
+pub use key::{DataKey, USER_KEY_RULE, UserKey, forbid_dumps};
 pub use slots::{Encryption, KeySlot, SLOT_NAME_BYTES_MAX, SLOTS_MAX, Unlocked};

@@ -71,9 +71,9 @@ impl Controller for ControllerService {
         request: Request<CreateVolumeRequest>,
     ) -> Result<Response<CreateVolumeResponse>, Status> {
         let backend = self.served("CreateVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::name("name", &request.name)?;
-        self.0.admit("CreateVolume", &request.secrets)?;
+        let secrets = self.0.admit("CreateVolume", &mut request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let capabilities =
@@ -84,7 +84,7 @@ impl Controller for ControllerService {
         let mut spec = parameters::read_new(&request.parameters, &request.mutable_parameters)?;
         let wanted = topology::of_requirement(request.accessibility_requirements.as_ref())?;
         (spec.accessible_topology, spec.preferred_topology) = (wanted.requisite, wanted.preferred);
-        let key = encryption::of_new_volume(&spec, &request.secrets)?;
+        let key = encryption::of_new_volume(&spec, &secrets)?;
         let held = self.0.begin("volume name", &request.name).await?;
         run_to_completion("CreateVolume", async move {
             let _held = held;
@@ -120,9 +120,9 @@ impl Controller for ControllerService {
         request: Request<DeleteVolumeRequest>,
     ) -> Result<Response<DeleteVolumeResponse>, Status> {
         let backend = self.served("DeleteVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        self.0.admit("DeleteVolume", &request.secrets)?;
+        self.0.admit("DeleteVolume", &mut request.secrets)?;
         let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("DeleteVolume", async move {
             let _held = held;
@@ -137,13 +137,13 @@ impl Controller for ControllerService {
         request: Request<ControllerPublishVolumeRequest>,
     ) -> Result<Response<ControllerPublishVolumeResponse>, Status> {
         let backend = self.served("ControllerPublishVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         if request.node_id.is_empty() {
             return Err(missing("node_id"));
         }
         limits::node_id("node_id", &request.node_id)?;
-        self.0.admit("ControllerPublishVolume", &request.secrets)?;
+        self.0.admit("ControllerPublishVolume", &mut request.secrets)?;
         limits::map("volume_context", &request.volume_context)?;
         let capability = Capability::read("volume_capability", request.volume_capability.as_ref())
             .map_err(CapabilityError::invalid)?;
@@ -177,10 +177,10 @@ impl Controller for ControllerService {
         request: Request<ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<ControllerUnpublishVolumeResponse>, Status> {
         let backend = self.served("ControllerUnpublishVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         limits::node_id("node_id", &request.node_id)?;
-        self.0.admit("ControllerUnpublishVolume", &request.secrets)?;
+        self.0.admit("ControllerUnpublishVolume", &mut request.secrets)?;
         let held = self.0.begin("volume", &request.volume_id).await?;
         run_to_completion("ControllerUnpublishVolume", async move {
             let _held = held;
@@ -195,9 +195,9 @@ impl Controller for ControllerService {
         request: Request<ValidateVolumeCapabilitiesRequest>,
     ) -> Result<Response<ValidateVolumeCapabilitiesResponse>, Status> {
         let backend = self.served("ValidateVolumeCapabilities")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        self.0.admit("ValidateVolumeCapabilities", &request.secrets)?;
+        self.0.admit("ValidateVolumeCapabilities", &mut request.secrets)?;
         limits::map("volume_context", &request.volume_context)?;
         limits::map("parameters", &request.parameters)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
@@ -316,9 +316,9 @@ impl Controller for ControllerService {
         request: Request<ControllerExpandVolumeRequest>,
     ) -> Result<Response<ControllerExpandVolumeResponse>, Status> {
         let backend = self.served("ControllerExpandVolume")?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        self.0.admit("ControllerExpandVolume", &request.secrets)?;
+        self.0.admit("ControllerExpandVolume", &mut request.secrets)?;
         let range = request.capacity_range.ok_or_else(|| missing("capacity_range"))?;
         let range = Range::read(range)?;
         let is_block = match &request.volume_capability {
@@ -380,9 +380,9 @@ impl Controller for ControllerService {
         request: Request<ControllerModifyVolumeRequest>,
     ) -> Result<Response<ControllerModifyVolumeResponse>, Status> {
         let backend = self.served_since("ControllerModifyVolume", Edition::V1_9)?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        self.0.admit("ControllerModifyVolume", &request.secrets)?;
+        self.0.admit("ControllerModifyVolume", &mut request.secrets)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         let change = parameters::read_change(&request.mutable_parameters)?;
         let held = self.0.begin("volume", &request.volume_id).await?;
@@ -422,11 +422,11 @@ impl Controller for ControllerService {
         request: Request<ControllerListVolumeHealthRequest>,
     ) -> Result<Response<ControllerListVolumeHealthResponse>, Status> {
         let backend = self.served_since("ControllerListVolumeHealth", Edition::NEWEST)?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
         limits::optional("starting_token", &request.starting_token)?;
-        self.0.admit("ControllerListVolumeHealth", &request.secrets)?;
+        self.0.admit("ControllerListVolumeHealth", &mut request.secrets)?;
         run_to_completion("ControllerListVolumeHealth", async move {
             let page = backend.list_ill_volumes(max_entries, &request.starting_token).await?;
             let (volumes, next_token) = page;
@@ -440,9 +440,9 @@ impl Controller for ControllerService {
         request: Request<ControllerGetVolumeHealthRequest>,
     ) -> Result<Response<ControllerGetVolumeHealthResponse>, Status> {
         let backend = self.served_since("ControllerGetVolumeHealth", Edition::NEWEST)?;
-        let request = request.into_inner();
+        let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
-        self.0.admit("ControllerGetVolumeHealth", &request.secrets)?;
+        self.0.admit("ControllerGetVolumeHealth", &mut request.secrets)?;
         run_to_completion("ControllerGetVolumeHealth", async move {
             let volume = backend.volume(&request.volume_id).await?;
             let volume_health = Some(health::of_controller(&volume)?);

@@ -17,12 +17,12 @@ use crate::{limits, parameters, topology};
 impl ControllerService {
     pub(super) async fn make_snapshot(
         &self,
-        request: CreateSnapshotRequest,
+        mut request: CreateSnapshotRequest,
     ) -> Result<Response<CreateSnapshotResponse>, Status> {
         let backend = self.served("CreateSnapshot")?;
         limits::required("source_volume_id", &request.source_volume_id)?;
         limits::name("name", &request.name)?;
-        self.0.admit("CreateSnapshot", &request.secrets)?;
+        self.0.admit("CreateSnapshot", &mut request.secrets)?;
         limits::map("parameters", &request.parameters)?;
         parameters::of_snapshot(&request.parameters)?;
         // A snapshot lies where its volume does, so what is preferred is no choice.
@@ -47,11 +47,11 @@ impl ControllerService {
 
     pub(super) async fn remove_snapshot(
         &self,
-        request: DeleteSnapshotRequest,
+        mut request: DeleteSnapshotRequest,
     ) -> Result<Response<DeleteSnapshotResponse>, Status> {
         let backend = self.served("DeleteSnapshot")?;
         limits::required("snapshot_id", &request.snapshot_id)?;
-        self.0.admit("DeleteSnapshot", &request.secrets)?;
+        self.0.admit("DeleteSnapshot", &mut request.secrets)?;
         let held = self.0.begin("snapshot", &request.snapshot_id).await?;
         run_to_completion("DeleteSnapshot", async move {
             let _held = held;
@@ -63,7 +63,7 @@ impl ControllerService {
 
     pub(super) async fn snapshot_list(
         &self,
-        request: ListSnapshotsRequest,
+        mut request: ListSnapshotsRequest,
     ) -> Result<Response<ListSnapshotsResponse>, Status> {
         let backend = self.served("ListSnapshots")?;
         let max_entries = u32::try_from(request.max_entries)
@@ -71,7 +71,7 @@ impl ControllerService {
         limits::optional("starting_token", &request.starting_token)?;
         limits::optional("source_volume_id", &request.source_volume_id)?;
         limits::optional("snapshot_id", &request.snapshot_id)?;
-        self.0.admit("ListSnapshots", &request.secrets)?;
+        self.0.admit("ListSnapshots", &mut request.secrets)?;
         run_to_completion("ListSnapshots", async move {
             let source = &request.source_volume_id;
             if !request.snapshot_id.is_empty() {
@@ -104,11 +104,11 @@ impl ControllerService {
 
     pub(super) async fn one_snapshot(
         &self,
-        request: GetSnapshotRequest,
+        mut request: GetSnapshotRequest,
     ) -> Result<Response<GetSnapshotResponse>, Status> {
         let backend = self.served_since("GetSnapshot", Edition::V1_12)?;
         limits::required("snapshot_id", &request.snapshot_id)?;
-        self.0.admit("GetSnapshot", &request.secrets)?;
+        self.0.admit("GetSnapshot", &mut request.secrets)?;
         run_to_completion("GetSnapshot", async move {
             let id = &request.snapshot_id;
             // Before its cut nobody was given its id.

@@ -37,6 +37,17 @@ pub fn prepare(part: Part) {
     }
 }
 
+/// For a process that hears the keys of users: they get into no core dump, and none into swap where it has
+/// the right to lock memory.
+pub fn keep_secrets() {
+    quoin_encryption::forbid_dumps();
+    if let Err(error) = lock_memory() {
+        let message = "memory cannot be locked, and a key may reach swap: allow it with \
+                       CAP_IPC_LOCK or LimitMEMLOCK=infinity";
+        tracing::debug!(%error, "{message}");
+    }
+}
+
 /// Process that asks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Part {

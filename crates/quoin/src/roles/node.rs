@@ -50,6 +50,7 @@ pub struct NodeOptions {
 }
 
 pub fn run(options: NodeOptions) -> Result<()> {
+    super::data_path::keep_secrets();
     let metrics = quoin_csi::Metrics::default();
     let (shown, health) = (metrics.clone(), metrics.health.clone());
     let source = Source::new(move || shown.render(), move || health.check());
