@@ -187,6 +187,46 @@ fn a_volume_is_formatted_beside_a_mounted_one_whose_attach_process_hangs() {
     dev.stop();
 }
 
+/// The kernel keeps partitions with the number of a device: the next volume must not have them.
+#[test]
+fn partitions_are_devices_where_they_are_asked_for_and_gone_at_the_detach() {
+    const FIRST_SECTOR: u32 = 2048;
+    const SECTORS: u32 = 32768;
+    if !can_attach() || !have("partx") {
+        return;
+    }
+    let scratch = Scratch::new("partitions");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    dev.ok(&["volume", "create", "disk", "--size", "64MiB", "--block-size", "512"]);
+    let mut table = [0u8; 512];
+    // One Linux partition in a table of the kind that a BIOS reads.
+    table[446 + 4] = 0x83;
+    table[446 + 8..446 + 12].copy_from_slice(&FIRST_SECTOR.to_le_bytes());
+    table[446 + 12..446 + 16].copy_from_slice(&SECTORS.to_le_bytes());
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    let device = std::fs::File::options().write(true).open(dev.device("disk")).unwrap();
+    device.write_all_at(&table, 0).unwrap();
+    device.sync_all().unwrap();
+    drop(device);
+    dev.ok(&["volume", "detach", "disk"]);
+
+    let attached = dev.ok(&["volume", "attach", "disk", "--partitions"]);
+    let device = std::fs::canonicalize(attached.trim()).unwrap();
+    let number = device.file_name().unwrap().to_str().unwrap().to_owned();
+    let partition = Path::new("/sys/class/block").join(format!("{number}p1"));
+    let sectors = std::fs::read_to_string(partition.join("size")).unwrap();
+    assert_eq!(sectors.trim(), SECTORS.to_string());
+    dev.ok(&["volume", "detach", "disk"]);
+    assert!(!partition.exists(), "{} outlives its volume", partition.display());
+
+    dev.ok(&["volume", "create", "other", "--size", "64MiB", "--block-size", "512"]);
+    let other = std::fs::canonicalize(dev.device("other")).unwrap();
+    let number = other.file_name().unwrap().to_str().unwrap();
+    let partition = Path::new("/sys/class/block").join(format!("{number}p1"));
+    assert!(!partition.exists(), "{} is of no table of this volume", partition.display());
+    dev.stop();
+}
+
 /// The block is one that no sample of the whole device has.
 #[test]
 fn a_volume_of_which_one_block_was_written_is_not_formatted() {
