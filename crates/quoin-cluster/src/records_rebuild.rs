@@ -310,7 +310,7 @@ impl Evidence<'_> {
         let mut believed = Vec::new();
         let mut others = Vec::new();
         for held in &self.held {
-            match why_not(held) {
+            match why_not(held).filter(|_| !mutant::is("numbers-of-one-pool-believed")) {
                 None => believed.push(held.clone()),
                 Some(why) => others.push((held.clone(), why)),
             }
@@ -324,6 +324,9 @@ impl Evidence<'_> {
     /// So where a replica that it leaves out is here and has not heard of it, or so many are that no CF
     /// can have, somebody else than that pool is to know it as well.
     fn against(&self, rule: &Rule) -> Option<String> {
+        if mutant::is("one-pool-rules-over-others") {
+            return None;
+        }
         let rule = sorted(rule.clone());
         let is_same = |other: Rule| sorted(other) == rule;
         if self.record.is_some_and(|record| is_same(rule_of(&(&record.membership).into()))) {

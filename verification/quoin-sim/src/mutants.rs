@@ -83,6 +83,8 @@ pub const ALL: &[Defect] = &[
     core("one-silent-pool-is-enough", Swarm::Control),
     core("first-silence-taken-for-a-long-one", Swarm::Control),
     core("silence-counted-over-a-pause", Swarm::Control),
+    core("one-pool-rules-over-others", Swarm::Control),
+    core("numbers-of-one-pool-believed", Swarm::Control),
     core("holder-kept-over-a-recovery", Swarm::Control),
     core("tokens-taken-in-doubt", Swarm::Control),
     core("tokens-kept-over-a-recovery", Swarm::Control),
@@ -336,6 +338,7 @@ pub const ALL: &[Defect] = &[
     mirror("former-final-point-believed", Swarm::Restored),
     mirror("final-point-kept-over-a-recovery", Swarm::Restored),
     mirror("resync-of-the-peer-waited-for", Swarm::Failovers),
+    mirror("joiner-counted-complete", Swarm::Failovers),
     mirror("stream-begins-behind-what-its-target-has", Swarm::Restored),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),

@@ -398,7 +398,8 @@ impl Brain {
             for other in &word.members {
                 let is_known = record.members.iter().any(|member| member.volume == other.volume);
                 if !is_known {
-                    record.members.push(super::Member { volume: other.volume, has_base: false });
+                    let has_base = mutant::is("joiner-counted-complete");
+                    record.members.push(super::Member { volume: other.volume, has_base });
                 }
             }
             record.members.retain(|member| word.members.iter().any(|o| o.volume == member.volume));

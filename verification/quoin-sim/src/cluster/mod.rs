@@ -6,6 +6,7 @@
 //! go back to an older copy at times, and a recovery follows. What truly happened is kept apart
 //! ([`truth`]), and each decision is held against it.
 
+mod liars;
 mod members;
 mod records;
 mod recovery;
@@ -119,6 +120,8 @@ struct Seen {
 pub(crate) struct Cluster {
     seed: u64,
     random: Random,
+    /// Decides what hostile pools say, whatever else happens.
+    lies: Random,
     schedule: Schedule<Event>,
     trace: Trace,
     stats: Stats,
@@ -158,6 +161,7 @@ impl Cluster {
         let mut cluster = Self {
             seed: options.seed,
             random,
+            lies: Random::new(options.seed ^ 0x6c69_6172_7321),
             schedule: Schedule::default(),
             trace: Trace::new(options.trace, options.keep),
             stats: Stats { seeds: 1, ..Stats::default() },

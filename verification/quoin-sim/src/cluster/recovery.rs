@@ -4,12 +4,13 @@
 use std::collections::{BTreeSet, HashSet};
 
 use quoin_api::control::VolumeSpec;
-use quoin_cluster::records::{RecoveryRecord, Spec, TokenRecord};
+use quoin_cluster::records::{RecoveryRecord, Spec, TokenRecord, VolumeRecord};
 use quoin_cluster::records_rebuild::{Evidence, Held, Outcome, decide};
 use quoin_cluster::tokens;
 use quoin_types::entry::Rule;
-use quoin_types::{Lsn, Membership, Position, ReplicaGuid, Term, TermId, VolumeId};
+use quoin_types::{Epoch, Lsn, Membership, Position, ReplicaGuid, Term, TermId, VolumeId};
 
+use super::liars::{self, Liar};
 use super::{Cluster, Observed, pool_name};
 
 /// Milliseconds since 1970 at the begin of a run.
@@ -44,24 +45,42 @@ impl Cluster {
         let (told, away): (Vec<usize>, Vec<usize>) =
             (0..self.pools.len()).partition(|pool| here(*pool));
         let away: BTreeSet<String> = away.into_iter().map(pool_name).collect();
-        let held: Vec<Held> = told.iter().flat_map(|pool| self.held_by(*pool)).collect();
+        let mut held: Vec<Held> = told.iter().flat_map(|pool| self.held_by(*pool)).collect();
+        let liar = liars::lie(&mut self.lies, &mut held);
+        if let Some(liar) = &liar {
+            self.say(|| format!("*** pool {} lies of volume {}", liar.pool, liar.volume));
+        }
         let deleted = told.iter().flat_map(|pool| self.pools[*pool].deleted.iter().copied());
         let deleted: HashSet<ReplicaGuid> = deleted.collect();
         let mut all: BTreeSet<VolumeId> = self.records.volumes.keys().copied().collect();
         all.extend(held.iter().map(|held| held.volume));
         let complete = |spec: &VolumeSpec| Some(Spec::plain(&spec.name, 1, 1));
         for volume in all {
-            let finding = decide(&Evidence {
-                volume,
-                record: self.records.volumes.get(&volume),
-                held: held.iter().filter(|held| held.volume == volume).cloned().collect(),
-                deleted: &deleted,
-                away: &away,
-                term: self.term,
-                complete: &complete,
-                discard_left_over: false,
-                now_ms: self.now_ms(),
-            });
+            let judged = |without: Option<&str>| {
+                let counts =
+                    |held: &&Held| held.volume == volume && Some(held.pool.as_str()) != without;
+                let mut away = away.clone();
+                away.extend(without.map(str::to_owned));
+                decide(&Evidence {
+                    volume,
+                    record: self.records.volumes.get(&volume),
+                    held: held.iter().filter(counts).cloned().collect(),
+                    deleted: &deleted,
+                    away: &away,
+                    term: self.term,
+                    complete: &complete,
+                    discard_left_over: false,
+                    now_ms: self.now_ms(),
+                })
+            };
+            let mut finding = judged(None);
+            if let Some(liar) = liar.as_ref().filter(|liar| liar.volume == volume) {
+                let written = finding.write.clone();
+                if finding.outcome == Outcome::Undecided {
+                    finding = judged(Some(&liar.pool));
+                }
+                self.check_believed(liar, written.as_deref());
+            }
             let outcome = finding.outcome;
             self.say(|| format!("volume {volume}: {outcome:?} {}", finding.message));
             if outcome == Outcome::Deleted {
@@ -100,6 +119,22 @@ impl Cluster {
             joint: replica.joint.clone(),
         });
         held.collect()
+    }
+
+    /// The word of one pool rules over no other one, and is no number that others cannot know.
+    fn check_believed(&mut self, liar: &Liar, written: Option<&VolumeRecord>) {
+        let Some(record) = written else { return };
+        let before = self.records.volumes.get(&liar.volume).map(|record| &record.membership);
+        let is_alone = record.membership.known.len() == 1
+            && before.is_none_or(|before| before.known.len() > 1)
+            && record.pools().all(|pool| *pool == liar.pool);
+        let is_beyond = |number: u64| number >= liars::BEYOND_ALL;
+        let epoch = Epoch(record.opened.epoch);
+        let is_unproven = epoch.term_number() > self.term.number;
+        if is_alone || is_unproven || is_beyond(record.generation) {
+            let detail = format!("volume {}: {} is believed: {record:?}", liar.volume, liar.pool);
+            self.violate("OnePoolRules", detail);
+        }
     }
 
     /// A volume is given up, though its user has not deleted it: no pool has a copy that counts.
