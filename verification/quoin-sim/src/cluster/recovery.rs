@@ -124,9 +124,9 @@ impl Cluster {
     /// The word of one pool rules over no other one, and is no number that others cannot know.
     fn check_believed(&mut self, liar: &Liar, written: Option<&VolumeRecord>) {
         let Some(record) = written else { return };
-        let before = self.records.volumes.get(&liar.volume).map(|record| &record.membership);
+        let newest = self.truth.memberships.get(&liar.volume);
         let is_alone = record.membership.known.len() == 1
-            && before.is_none_or(|before| before.known.len() > 1)
+            && newest.is_some_and(|newest| newest.known.len() > 1)
             && record.pools().all(|pool| *pool == liar.pool);
         let is_beyond = |number: u64| number >= liars::BEYOND_ALL;
         let epoch = Epoch(record.opened.epoch);
