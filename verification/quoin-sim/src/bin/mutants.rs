@@ -54,6 +54,11 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    let disagreements = mutants::disagreements();
+    if !disagreements.is_empty() {
+        eprintln!("error: docs/proof.md: {}", disagreements.join("\n  "));
+        return ExitCode::FAILURE;
+    }
     // A panic is how an assertion of the core catches a defect.
     std::panic::set_hook(Box::new(|_| {}));
     let by_seed = |d: &&Defect| {
