@@ -209,7 +209,7 @@ mod tests {
             assert!(text.contains(restart), "{name} stays down");
             // Units that keep devices and mounts are not stopped with the rest.
             let is_part = !is_volume && name != "quoin-attach-holder.service";
-            // What serves for long gains no rights by programs that it starts.
+            // A service gains no rights by programs that it starts.
             let is_confined = text.contains("\nNoNewPrivileges=yes");
             assert!(is_volume || is_confined, "{name} may gain rights");
             // A mount of a service with a view of its own would be seen by nobody else.

@@ -15,7 +15,7 @@ enum Purpose {
     Setup,
     /// An older copy of the record is in force again, or the records of two terms are made one.
     Restored,
-    /// What a person or a program wishes, as the API writes it down.
+    /// Wish of a person or a program, as the API writes it down.
     Wish,
     /// One rule is broken, to see that it is noticed.
     Mutant,

@@ -311,7 +311,6 @@ pub const ALL: &[Defect] = &[
     mirror("lost-kept-after-the-revert", Swarm::Failovers).like("lost-kept-after-the-revert"),
     mirror("role-told-before-its-pools-have-it", Swarm::Failovers)
         .like("role-told-before-its-pools-have-it"),
-    mirror("late-word-of-a-former-life-believed", Swarm::Failovers),
     mirror("generation-without-its-cluster", Swarm::Failovers),
     mirror("resync-beside-a-resync", Swarm::Failovers),
     mirror("late-orders-not-waited-for", Swarm::Failovers),
@@ -325,7 +324,6 @@ pub const ALL: &[Defect] = &[
     mirror("sync-time-is-the-arrival", Swarm::Failovers),
     mirror("idle-by-the-bare-lsn", Swarm::Failovers),
     mirror("point-id-drawn-twice", Swarm::Failovers),
-    mirror("slots-taken-back-by-a-stream", Swarm::Mirrors),
     mirror("diverged-without-a-final-point", Swarm::Failovers),
     mirror("former-final-point-believed", Swarm::Restored),
     mirror("resync-of-the-peer-waited-for", Swarm::Failovers),

@@ -91,7 +91,7 @@ impl Controller for ControllerService {
             spec.name = request.name;
             spec.size_bytes = size_bytes;
             if let Some(key) = &key {
-                // Whoever gets 16 asks no more, and deletes nothing: nothing may be made before.
+                // A caller that gets 16 asks no more, and deletes nothing: nothing may be made before.
                 if let Some(source) = backend.key_source(&spec.name, source.as_ref()).await? {
                     encryption::check(&source, key.clone()).await?;
                 }

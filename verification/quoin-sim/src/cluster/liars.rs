@@ -12,7 +12,7 @@ const LIES_OF_HUNDRED: u64 = 30;
 /// No number of a run comes near it.
 pub(super) const BEYOND_ALL: u64 = 1 << 40;
 
-/// Who lies, and of what.
+/// Pool that lies, and the volume of which it does.
 #[derive(Clone, Debug)]
 pub(super) struct Liar {
     pub pool: String,

@@ -37,7 +37,7 @@ impl World {
         self.feed_target(target, vec![PrimaryEvent::BulkDisconnected { bulk }]);
         let process = self.targets[target].process.as_ref();
         let after = process.is_some_and(|process| process.has_session(bulk.session));
-        // One that was without a quorum for long opens again at whatever happens next, with no session.
+        // A target that was without a quorum for long opens again at whatever happens next, with no session.
         let opens_again = process.is_some_and(|process| process.sessions.is_empty());
         if before && !after && !due && !opens_again {
             self.violate("BulkApart", format!("target {target} ends a session for its bulk one"));
