@@ -212,7 +212,7 @@ mod tests {
             // A service gains no rights by programs that it starts.
             let is_confined = text.contains("\nNoNewPrivileges=yes");
             assert!(is_volume || is_confined, "{name} may gain rights");
-            // A mount of a service with a view of its own would be seen by nobody else.
+            // Mounts of a service with a mount table of its own stay in that table.
             let mounts = name.contains("attach") || name.contains("node") || is_volume;
             assert!(!(mounts && text.contains("\nProtect")), "{name} mounts for itself alone");
             assert_eq!(text.contains("\nPartOf=quoin.target"), is_part, "{name}");

@@ -1,4 +1,4 @@
-//! Secrets of a call, which are overwritten once nobody needs them.
+//! Secrets of a call: their values are overwritten when they are dropped.
 
 use std::collections::HashMap;
 use std::ops::Deref;

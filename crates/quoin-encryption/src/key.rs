@@ -34,6 +34,7 @@ impl UserKey {
     /// # Errors
     /// [`Error::UserKey`].
     pub fn parse(text: &[u8]) -> Result<Self, Error> {
+        forbid_dumps();
         let text = text.strip_suffix(b"\n").unwrap_or(text);
         let text = text.strip_suffix(b"\r").unwrap_or(text);
         if text.len() == 2 * RAW_BYTES && text.iter().all(u8::is_ascii_hexdigit) {
@@ -134,7 +135,7 @@ fn derive_for(salt: &[u8], secret: &[u8], info: &[u8]) -> Result<Zeroizing<Vec<u
 }
 
 /// Keeps this process out of core dumps, and other processes of its user out of its memory. It comes about
-/// with the first data key; a process that hears passphrases calls it before the first of them.
+/// with the first key; a process that waits for keys of others calls it at its start.
 pub fn forbid_dumps() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -133,8 +133,10 @@ fn a_waiting_command_reports_progress_rate_and_time_left() {
     assert_eq!(last.trim(), "volume db has 4 replicas; writes need 3 of them");
 
     // The record may say that the replica is added before its pool reports again.
+    let is_first = |line: &str| line.starts_with("volume db: 1 replica being added");
+    assert!(printed.first().is_some_and(|(_, line)| is_first(line)), "{printed:?}");
     let mut after = printed.iter().map(|(_, line)| line.as_str());
-    let caught_up = after.find(|line| !line.starts_with("volume db: 1 replica being added"));
+    let caught_up = after.find(|line| !is_first(line));
     assert!(
         caught_up.into_iter().chain(after).all(|l| l.starts_with("volume db: replicas catch up;")),
         "{printed:?}"

@@ -415,6 +415,9 @@ pub fn disagreements() -> Vec<String> {
         let missing = said.filter(|said| !caught.contains(said));
         found.extend(missing.map(|said| format!("{name}: {said} is not in its row: {caught}")));
     }
+    if rows.len() != built.len() {
+        found.push(format!("{} rows for {} mutants", rows.len(), built.len()));
+    }
     let unknown = rows.iter().filter(|(row, _)| !built.iter().any(|defect| defect.name == *row));
     found.extend(unknown.map(|(row, _)| format!("{row} is no mutant")));
     found

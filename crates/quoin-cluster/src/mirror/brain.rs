@@ -399,8 +399,8 @@ impl Brain {
         now.since(last) >= SILENT_AFTER
     }
 
-    /// A member goes on at its cursor, or before it: a target that began by an older order takes nothing
-    /// that begins behind what it has.
+    /// Places where the members' streams begin: their cursors, or what their targets have where that is less. A
+    /// target takes no stream that begins behind what it has.
     fn want(&self, receiving: &Receiving) -> Want {
         let own = Some((receiving.transfer, receiving.token));
         let from = |(member, cursor): (&Member, &u64)| {

@@ -52,11 +52,11 @@ pub struct Chain(Vec<Begun>);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Relation {
     Same,
-    /// The other chain goes on where this one ends. Its next generation began at this point.
+    /// The end of this chain lies in the other chain, whose next generation began at this point.
     Behind {
         fork: Option<PointId>,
     },
-    /// This chain goes on where the other one ends.
+    /// The end of the other chain lies in this chain.
     Ahead,
     /// Each has a generation that the other one lacks.
     Forked,

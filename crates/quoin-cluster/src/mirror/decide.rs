@@ -398,8 +398,7 @@ impl Brain {
             for other in &word.members {
                 let is_known = record.members.iter().any(|member| member.volume == other.volume);
                 if !is_known {
-                    let has_base = mutant::is("joiner-counted-complete");
-                    record.members.push(super::Member { volume: other.volume, has_base });
+                    record.members.push(super::Member { volume: other.volume, has_base: false });
                 }
             }
             record.members.retain(|member| word.members.iter().any(|o| o.volume == member.volume));

@@ -92,10 +92,14 @@ impl Controller for ControllerService {
             spec.size_bytes = size_bytes;
             if let Some(key) = &key {
                 // A caller that gets 16 asks no more, and deletes nothing: nothing may be made before.
-                if let Some(source) = backend.key_source(&spec.name, source.as_ref()).await? {
-                    encryption::check(&source, key.clone()).await?;
-                }
-                spec.encryption = Some(encryption::create(key.clone()).await?);
+                spec.encryption = match backend.key_source(&spec.name, source.as_ref()).await? {
+                    Some(source) => {
+                        encryption::check(&source, key.clone()).await?;
+                        // A copy has the data key of its source.
+                        source.spec.and_then(|spec| spec.encryption)
+                    }
+                    None => Some(encryption::create(key.clone()).await?),
+                };
             }
             let wanted = api::CreateVolumeRequest {
                 spec: Some(spec),

@@ -1,5 +1,5 @@
-//! One hostile pool at a recovery of the records: what it says of one of its replicas is not so. Others that
-//! hold the volume say the truth, and a person who is told to takes the word of the first one away.
+//! Hostile pool at a recovery of the records: its account of one of its replicas is a lie. The other pools of
+//! the volume say the truth. Where the recovery stays undecided, it is made again without the hostile pool.
 
 use quoin_cluster::records_rebuild::Held;
 use quoin_types::entry::Rule;

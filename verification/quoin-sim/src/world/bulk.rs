@@ -32,13 +32,16 @@ impl World {
         let now = self.local(self.targets[target].host);
         let process = self.targets[target].process.as_ref();
         let before = process.is_some_and(|process| process.has_session(bulk.session));
+        let sessions = process.map_or(0, |process| process.own_connections());
         // Whatever else is due now is done in the same batch.
         let due = process.is_some_and(|process| process.is_due(now));
         self.feed_target(target, vec![PrimaryEvent::BulkDisconnected { bulk }]);
         let process = self.targets[target].process.as_ref();
         let after = process.is_some_and(|process| process.has_session(bulk.session));
-        // A target that was without a quorum for long opens again at whatever happens next, with no session.
-        let opens_again = process.is_some_and(|process| process.sessions.is_empty());
+        // A target that was without a quorum for long opens again at whatever happens next, and ends all
+        // sessions, not this one alone.
+        let opens_again =
+            sessions > 1 && process.is_some_and(|process| process.sessions.is_empty());
         if before && !after && !due && !opens_again {
             self.violate("BulkApart", format!("target {target} ends a session for its bulk one"));
         }

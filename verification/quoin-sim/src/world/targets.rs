@@ -89,6 +89,11 @@ impl Process {
         self.sessions.contains_key(&name(session, None))
     }
 
+    /// Number of sessions with a connection of their own; bulk connections do not count.
+    pub(super) fn own_connections(&self) -> usize {
+        self.sessions.keys().filter(|(_, _, bulk)| bulk.is_none()).count()
+    }
+
     /// Returns true if something may be due, though its timer is a moment away.
     pub(super) fn is_due(&self, now: Time) -> bool {
         self.timer.is_some_and(|at| at <= now + TIMER_DELAY_MIN)
