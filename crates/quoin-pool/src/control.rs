@@ -4,10 +4,10 @@
 //! and new ones are opened, since a grant proves itself. Only a start is told to the controller
 //! first, which may know that an older state of the disk came back ([`crate::shard::Recognition`]).
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{
@@ -31,9 +31,9 @@ use crate::{Options, ShardHandle};
 
 /// A pool that says nothing for several of these is offline to the controller.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
-/// Between attempts to reach a controller that is away.
 /// Time in which most replicas are made, and are on media.
 const MAKING: Duration = Duration::from_millis(20);
+/// Between attempts to reach a controller that is away.
 const RETRY: Duration = Duration::from_millis(500);
 const CALL_MAX: Duration = Duration::from_secs(5);
 /// An assignment of the most replicas that a pool may have, each with an ordinary record.
@@ -172,7 +172,6 @@ impl Control {
     }
 
     async fn report_until(&self, mut shutdown: watch::Receiver<bool>) {
-        let mut last = Vec::new();
         let mut told = Told::new();
         // A pool whose address is not known is of no use yet.
         tokio::select! {
@@ -180,13 +179,21 @@ impl Control {
             _ = shutdown.wait_for(|down| *down) => return,
         }
         loop {
-            let state = self.state().await;
+            let asked_at = Instant::now();
+            let all = told.all_at.is_none_or(|at| asked_at - at >= REPORT_EVERY);
+            let answer = self.state(all).await;
+            told.all_at = match &answer {
+                Some(_) if all => Some(asked_at),
+                Some(_) => told.all_at,
+                None => None,
+            };
+            let state = answer.unwrap_or_default();
             if *shutdown.borrow() {
                 return;
             }
-            let unsettled = state.replicas != last || state.scrub.running || state.mark_rises;
+            let changed = told.hear(&state);
+            let unsettled = changed || state.scrub.running || state.mark_rises;
             let is_making = state.is_making;
-            last.clone_from(&state.replicas);
             self.report_once(state, false, &mut told).await;
             let pause = match (is_making, unsettled) {
                 (true, _) => MAKING,
@@ -206,11 +213,11 @@ impl Control {
         }
     }
 
-    async fn state(&self) -> PoolState {
+    /// `None`: no shard answers, as the pool is opened anew.
+    async fn state(&self, all: bool) -> Option<PoolState> {
         let (answer, state) = oneshot::channel();
-        self.shard.send(Input::State(answer));
-        // No answer: the shard is opening the pool anew.
-        tokio::time::timeout(CALL_MAX, state).await.ok().and_then(Result::ok).unwrap_or_default()
+        self.shard.send(Input::State { all, answer });
+        tokio::time::timeout(CALL_MAX, state).await.ok().and_then(Result::ok)
     }
 
     /// The last words of a pool that was shut down.
@@ -227,7 +234,7 @@ impl Control {
         let trouble = self.trouble.lock().expect("never held across a panic").clone();
         // A pool that is opening tells nothing that the next report could build on.
         let is_open = state.counts.starts != 0 && !leaving;
-        let (since, replicas, removed) = told.since_last(&state.replicas, is_open);
+        let (since, replicas, removed) = told.since_last(is_open);
         let report = PoolReport {
             number: told.number,
             since,
@@ -260,7 +267,7 @@ impl Control {
             // A pool that is opening has told no start that could be judged.
             Ok(answer) if is_open => {
                 let answer = answer.into_inner();
-                told.taken(answer.taken, state.replicas);
+                told.taken(answer.taken);
                 let rolled_back = answer.rolled_back;
                 let (nonce, mark) = (state.counts.nonce, state.counts.mark);
                 self.shard.send(Input::Judged { rolled_back, nonce, mark });
@@ -274,43 +281,68 @@ impl Control {
     }
 }
 
-/// The controller's knowledge of the replicas, by the reports that it took.
+/// Knowledge of the replicas: the shard's, and the controller's by the reports that it took.
 struct Told {
     /// Number of the report that is made next, or was made last.
     number: u64,
-    /// Replicas by the last report, if it was taken.
-    replicas: Option<HashMap<ReplicaGuid, ReplicaState>>,
+    /// All replicas as the shard told of them last.
+    replicas: BTreeMap<ReplicaGuid, ReplicaState>,
+    /// Those that changed since the last report; `None`: the controller took none to build on.
+    changed: Option<BTreeSet<ReplicaGuid>>,
+    /// When the shard was asked for all of them last: what changes without an event, as a lease that
+    /// ends, shows then.
+    all_at: Option<Instant>,
 }
 
 impl Told {
     fn new() -> Self {
         // Another process of the pool must not go on with the numbers of this one.
-        Self { number: u64::from(rand::random::<u32>()) << 32, replicas: None }
+        let number = u64::from(rand::random::<u32>()) << 32;
+        Self { number, replicas: BTreeMap::new(), changed: None, all_at: None }
+    }
+
+    /// Takes in what the shard tells. Returns true if a replica changed.
+    fn hear(&mut self, state: &PoolState) -> bool {
+        let mut changed = Vec::new();
+        if !state.is_partial {
+            let here: BTreeSet<_> = state.replicas.iter().map(|replica| replica.guid).collect();
+            self.replicas.retain(|guid, _| {
+                let is_here = here.contains(guid);
+                changed.extend((!is_here).then_some(*guid));
+                is_here
+            });
+        }
+        for replica in &state.replicas {
+            if self.replicas.get(&replica.guid) != Some(replica) {
+                self.replicas.insert(replica.guid, replica.clone());
+                changed.push(replica.guid);
+            }
+        }
+        let has_changed = !changed.is_empty();
+        if let Some(known) = &mut self.changed {
+            known.extend(changed);
+        }
+        has_changed
     }
 
     /// Begins the next report: the number of the report that it builds on, the replicas that changed
     /// since, and those that are not there any more. 0: it builds on none, and lists all.
-    fn since_last(
-        &mut self,
-        now: &[ReplicaState],
-        is_open: bool,
-    ) -> (u64, Vec<ReplicaReport>, Vec<String>) {
+    fn since_last(&mut self, is_open: bool) -> (u64, Vec<ReplicaReport>, Vec<String>) {
         let since = self.number;
         self.number += 1;
-        let Some(before) = self.replicas.take().filter(|_| is_open) else {
-            return (0, now.iter().map(ReplicaState::to_message).collect(), Vec::new());
+        let Some(changed) = self.changed.take().filter(|_| is_open) else {
+            let all = self.replicas.values().map(ReplicaState::to_message).collect();
+            return (0, all, Vec::new());
         };
-        let changed = now.iter().filter(|replica| before.get(&replica.guid) != Some(replica));
-        let here: HashSet<_> = now.iter().map(|replica| replica.guid).collect();
-        let removed = before.keys().filter(|guid| !here.contains(guid));
-        let removed = removed.map(ToString::to_string).collect();
-        (since, changed.map(ReplicaState::to_message).collect(), removed)
+        let is_here = |guid: &ReplicaGuid| self.replicas.contains_key(guid);
+        let (here, removed): (Vec<_>, Vec<_>) = changed.into_iter().partition(is_here);
+        let here = here.iter().map(|guid| self.replicas[guid].to_message()).collect();
+        (since, here, removed.iter().map(ToString::to_string).collect())
     }
 
     /// The report was answered. `taken`: 0 where the controller knows nothing to build on.
-    fn taken(&mut self, taken: u64, replicas: Vec<ReplicaState>) {
-        let known = replicas.into_iter().map(|replica| (replica.guid, replica));
-        self.replicas = (taken == self.number).then(|| known.collect());
+    fn taken(&mut self, taken: u64) {
+        self.changed = (taken == self.number).then(BTreeSet::new);
     }
 }
 
@@ -420,21 +452,27 @@ mod tests {
             hears_target: false,
         };
         let mut told = Told::new();
-        let mut report = |now: &[ReplicaState], is_open: bool, is_taken: bool| {
+        let mut report = |(now, is_partial): (&[ReplicaState], bool), is_open: bool, is_taken| {
+            told.hear(&PoolState { replicas: now.to_vec(), is_partial, ..PoolState::default() });
             let before = told.number;
-            let (since, replicas, removed) = told.since_last(now, is_open);
-            told.taken(if is_taken { told.number } else { 0 }, now.to_vec());
+            let (since, replicas, removed) = told.since_last(is_open);
+            told.taken(if is_taken { told.number } else { 0 });
             assert!(since == 0 || since == before);
             (since != 0, replicas.len(), removed.len())
         };
         let (first, second) = (replica(1, "open"), replica(2, "open"));
-        let one = std::slice::from_ref(&first);
-        assert_eq!(report(&[first.clone(), second.clone()], true, true), (false, 2, 0));
-        assert_eq!(report(&[first.clone(), second.clone()], true, true), (true, 0, 0));
-        assert_eq!(report(&[first.clone(), replica(2, "closed")], true, true), (true, 1, 0));
-        assert_eq!(report(&[first.clone(), replica(3, "created")], true, false), (true, 1, 1));
+        let both = [first.clone(), second.clone()];
+        let closed = [replica(2, "closed")];
+        let one = (std::slice::from_ref(&first), false);
+        assert_eq!(report((&both, false), true, true), (false, 2, 0));
+        assert_eq!(report((&both, false), true, true), (true, 0, 0));
+        assert_eq!(report((&closed, true), true, true), (true, 1, 0), "the other is as it was");
+        assert_eq!(report((&closed, true), true, true), (true, 0, 0));
+        let other = [first.clone(), replica(3, "created")];
+        assert_eq!(report((&other, false), true, false), (true, 1, 1));
         assert_eq!(report(one, true, true), (false, 1, 0), "the last was not taken");
         assert_eq!(report(one, false, true), (false, 1, 0), "it opens");
+        assert_eq!(report((&closed, true), false, true), (false, 2, 0), "it opens still");
     }
 
     #[tokio::test]

@@ -185,7 +185,7 @@ impl Process {
     /// How the pool says that the replica stands; `None` where it says nothing of it.
     fn replica_state(&self) -> Option<&'static str> {
         let (answer, state) = tokio::sync::oneshot::channel();
-        self.send(Input::State(answer));
+        self.send(Input::State { all: true, answer });
         let state = state.blocking_recv().ok()?;
         state.replicas.iter().find(|r| r.guid == MEMBER.guid).map(|r| r.state)
     }
@@ -243,7 +243,7 @@ impl Process {
     /// The controller's answer to a report of the present start that told this mark.
     fn judge(&self, rolled_back: bool, mark: u64) {
         let (answer, state) = tokio::sync::oneshot::channel();
-        self.send(Input::State(answer));
+        self.send(Input::State { all: true, answer });
         let nonce = state.blocking_recv().unwrap().counts.nonce;
         self.send(Input::Judged { rolled_back, nonce, mark });
     }
@@ -681,7 +681,7 @@ fn where_no_controller_answers_a_start_serves_after_a_while() {
 
 fn mark(process: &Process) -> u64 {
     let (answer, state) = tokio::sync::oneshot::channel();
-    process.send(Input::State(answer));
+    process.send(Input::State { all: true, answer });
     state.blocking_recv().unwrap().counts.mark
 }
 

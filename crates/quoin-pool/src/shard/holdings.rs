@@ -56,6 +56,8 @@ pub(super) struct Held {
     pub(super) timer_key: u64,
     /// Listed in `touched`.
     pub(super) touched: bool,
+    /// Listed in `used`.
+    pub(super) used: bool,
     /// Created but not on media before this ticket is done.
     pub(super) born: SyncTicket,
     pub(super) repairs: Repairs,
@@ -73,8 +75,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         drop(store);
         let (timer_key, repairs) = (self.connections.key(), Repairs::default());
         let room_told = self.room_changes;
-        let (touched, refused_at) = (false, None);
-        let held = Held { replica, timer_key, touched, born, repairs, refused_at, room_told };
+        let (touched, used, refused_at) = (false, false, None);
+        let held = Held { replica, timer_key, touched, used, born, repairs, refused_at, room_told };
         self.replicas.insert(guid, held);
         if !self.disk.syncs.covers(born) {
             self.replicas.untold = Some(born);
@@ -285,49 +287,32 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    pub(super) fn state(&mut self, now: Time) -> PoolState {
-        self.tell_repairs(now);
-        self.pool.look_again();
+    /// Tells of all replicas, or of those that were used since it told last. A pool may hold thousands,
+    /// and is asked every few milliseconds while some are made.
+    pub(super) fn state(&mut self, now: Time, all: bool) -> PoolState {
+        self.collect_bad_copies(now);
+        let untold = self.replicas.take_untold(all);
+        self.tell_repairs(&untold);
+        if all {
+            self.pool.look_again();
+            self.space = (self.pool.space(), self.pool.live_bytes());
+        }
         // Not said before it is on media: until then a failing disk may bring one back.
         let mut replicas = match self.disk.syncs.covers(self.replicas.deleted) {
             true => self.replicas.gone.clone(),
             false => Vec::new(),
         };
         let mut is_making = self.replicas.undone.is_soon(now);
-        for (guid, held) in self.replicas.iter() {
-            let used_bytes = self.pool.replica_bytes(guid);
-            let is_clone = self.pool.is_clone(guid);
-            let Some(store) = self.pool.replica(guid) else { continue };
+        for guid in untold {
             // Not said before it is on media: "created" is what lets a volume be formed.
-            if !self.disk.syncs.covers(held.born) {
+            if self.replicas.get(guid).is_some_and(|held| !self.disk.syncs.covers(held.born)) {
                 is_making = true;
-                continue;
+                self.replicas.get_mut(guid);
+            } else {
+                replicas.extend(self.replica_state(now, guid));
             }
-            let (state, meta) = (store.state(), store.meta());
-            replicas.push(ReplicaState {
-                volume: store.identity().volume,
-                replica: store.identity().replica,
-                guid,
-                state: if meta.damaged {
-                    "damaged"
-                } else if held.replica.is_open() {
-                    "open"
-                } else if meta.promised == Epoch::ZERO {
-                    "created"
-                } else {
-                    "closed"
-                },
-                quorum: meta.quorum,
-                position: state.position,
-                stable: state.stable.0,
-                used_bytes,
-                bad_blocks: held.repairs.bad_blocks(),
-                repaired: held.repairs.mended(),
-                is_clone,
-                hears_target: held.replica.hears_target(now),
-            });
         }
-        let (space, live_bytes) = (self.pool.space(), self.pool.live_bytes());
+        let (space, live_bytes) = self.space;
         self.parts.metrics.filled(space, live_bytes);
         let scrub = self.scrub_state();
         let ring_full = self.pool.is_ring_full();
@@ -348,7 +333,38 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             is_making,
             scrub,
             replicas,
+            is_partial: !all,
         }
+    }
+
+    fn replica_state(&mut self, now: Time, guid: ReplicaGuid) -> Option<ReplicaState> {
+        let used_bytes = self.pool.replica_bytes(guid);
+        let is_clone = self.pool.is_clone(guid);
+        let held = self.replicas.get(guid)?;
+        let store = self.pool.replica(guid)?;
+        let (state, meta) = (store.state(), store.meta());
+        Some(ReplicaState {
+            volume: store.identity().volume,
+            replica: store.identity().replica,
+            guid,
+            state: if meta.damaged {
+                "damaged"
+            } else if held.replica.is_open() {
+                "open"
+            } else if meta.promised == Epoch::ZERO {
+                "created"
+            } else {
+                "closed"
+            },
+            quorum: meta.quorum,
+            position: state.position,
+            stable: state.stable.0,
+            used_bytes,
+            bad_blocks: held.repairs.bad_blocks(),
+            repaired: held.repairs.mended(),
+            is_clone,
+            hears_target: held.replica.hears_target(now),
+        })
     }
 }
 

@@ -44,7 +44,7 @@ use quoin_wire::frame::WireError;
 
 use crate::accept::{Acceptor, Leave};
 use crate::assignment::{Assignment, AssignmentChange, PoolState};
-use crate::facts::PoolFacts;
+use crate::facts::{PoolFacts, Space};
 use crate::held::Holdings;
 use crate::metrics::Metrics;
 use crate::scrub::ScrubPlan;
@@ -110,7 +110,11 @@ pub enum Input {
     Scrub {
         request: u64,
     },
-    State(tokio::sync::oneshot::Sender<PoolState>),
+    /// Space, and replicas: all, or those that were used since the last answer.
+    State {
+        all: bool,
+        answer: tokio::sync::oneshot::Sender<PoolState>,
+    },
     Holdings(tokio::sync::oneshot::Sender<Holdings>),
     /// The controller's answer to a report of the start with this nonce, which told this mark.
     Judged {
@@ -165,6 +169,8 @@ pub struct Shard<'a, P> {
     turns: Turns,
     stop: Stop,
     health: Health,
+    /// Space and live bytes when all replicas were told of last: these are sums over them.
+    space: (Space, u64),
     /// Room that was granted to the targets.
     room: RoomGrant,
     /// How often that changed.
@@ -193,6 +199,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             turns: Turns::default(),
             stop: Stop::default(),
             health,
+            space: Default::default(),
             room: RoomGrant::UNBOUNDED,
             room_changes: 0,
             short: false,
@@ -318,11 +325,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Input::Fetched { id, result, took } => self.fetched(now, id, result, took),
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::Reassign(change) => self.reassign(now, change),
-            Input::State(answer) => {
+            Input::State { all, answer } => {
                 self.pool.look_below();
                 self.mind_room(now);
                 self.raise_mark(now);
-                let state = self.state(now);
+                let state = self.state(now, all);
                 // The asker may have given up waiting.
                 let _ = answer.send(state);
             }

@@ -15,6 +15,8 @@ pub(super) struct Replicas {
     by_timer: KeyMap<ReplicaGuid>,
     /// Replicas that have something to acknowledge at the end of the round.
     touched: Vec<ReplicaGuid>,
+    /// Replicas that were used since they were told of last.
+    used: Vec<ReplicaGuid>,
     /// Replicas that were assigned here but are not held.
     pub(super) gone: Vec<ReplicaState>,
     /// Replicas whose creation or deletion failed.
@@ -31,7 +33,21 @@ impl Replicas {
     }
 
     pub(super) fn get_mut(&mut self, guid: ReplicaGuid) -> Option<&mut Held> {
-        self.held.get_mut(&guid)
+        let held = self.held.get_mut(&guid)?;
+        if !std::mem::replace(&mut held.used, true) {
+            self.used.push(guid);
+        }
+        Some(held)
+    }
+
+    /// Begins a report of all replicas, or of those that were used since the last report.
+    pub(super) fn take_untold(&mut self, all: bool) -> Vec<ReplicaGuid> {
+        let mut used = std::mem::take(&mut self.used);
+        used.retain(|guid| match self.held.get_mut(guid) {
+            Some(held) => std::mem::take(&mut held.used),
+            None => false,
+        });
+        if all { self.guids() } else { used }
     }
 
     pub(super) fn contains(&self, guid: ReplicaGuid) -> bool {
@@ -64,6 +80,7 @@ impl Replicas {
     pub(super) fn insert(&mut self, guid: ReplicaGuid, held: Held) {
         self.by_timer.insert(held.timer_key, guid);
         self.held.insert(guid, held);
+        self.get_mut(guid);
     }
 
     pub(super) fn remove(&mut self, guid: ReplicaGuid) -> Option<Held> {
@@ -78,7 +95,7 @@ impl Replicas {
     }
 
     pub(super) fn touch(&mut self, guid: ReplicaGuid) {
-        if let Some(held) = self.held.get_mut(&guid)
+        if let Some(held) = self.get_mut(guid)
             && !held.touched
         {
             held.touched = true;

@@ -12,6 +12,7 @@ use quoin_types::message::BadCopy;
 use quoin_types::{BLOCK_SIZE, ReplicaGuid, Time};
 
 use super::Shard;
+use super::holdings::Held;
 use crate::facts::PoolFacts;
 use crate::scrub::{Scrub, ScrubPlan, ScrubState};
 
@@ -240,9 +241,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     /// One notice a replica and turn: a bad spot of a disk is seldom one block.
-    pub(super) fn tell_repairs(&mut self, now: Time) {
-        self.collect_bad_copies(now);
-        for guid in self.replicas.guids() {
+    pub(super) fn tell_repairs(&mut self, replicas: &[ReplicaGuid]) {
+        for guid in replicas.iter().copied() {
+            let has_news = |held: &Held| held.repairs.has_news();
+            if !self.replicas.get(guid).is_some_and(has_news) {
+                continue;
+            }
             let Some(held) = self.replicas.get_mut(guid) else { continue };
             let (news, open) = (held.repairs.take_news(), held.replica.is_open());
             if news.found > 0 {

@@ -131,6 +131,11 @@ impl Repairs {
         false
     }
 
+    /// Returns true if there is something to tell of.
+    pub fn has_news(&self) -> bool {
+        self.news != News::default()
+    }
+
     pub fn take_news(&mut self) -> News {
         std::mem::take(&mut self.news)
     }

@@ -22,8 +22,12 @@ fn wanted(guid: u128, phase: Phase, blocks: u64) -> Wanted {
 
 /// Returns the pool's report of each of its replicas.
 fn told(process: &Process) -> Vec<(u128, &'static str)> {
+    told_of(process, true)
+}
+
+fn told_of(process: &Process, all: bool) -> Vec<(u128, &'static str)> {
     let (answer, state) = tokio::sync::oneshot::channel();
-    process.send(Input::State(answer));
+    process.send(Input::State { all, answer });
     let state = state.blocking_recv().unwrap();
     let mut told: Vec<_> = state.replicas.iter().map(|r| (r.guid.0, r.state)).collect();
     told.sort_unstable();
@@ -52,6 +56,21 @@ fn the_controller_is_told_of_a_creation_and_of_a_deletion_once_they_are_on_media
     change(&process, vec![wanted(1, Phase::Delete, 64)], &[]);
     made();
     assert_eq!(told(&process), [(1, "gone")]);
+    process.stop();
+}
+
+#[test]
+fn between_reports_of_all_replicas_those_that_were_used_are_told_of_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
+    process.create_replica();
+    let (other, own) = ((1, "created"), MEMBER.guid.0);
+    process.send(Input::Assign(Assignment(vec![wanted(1, Phase::Init, 64)])));
+    eventually("both are there", || (told(&process) == [other, (own, "created")]).then_some(()));
+    assert_eq!(told_of(&process, false), [], "neither was used since");
+    assert!(process.open_replica(1).is_some());
+    assert_eq!(told_of(&process, false).last(), Some(&(own, "open")));
+    assert_eq!(told(&process)[0], other);
     process.stop();
 }
 

@@ -10,7 +10,7 @@ const LBA: u64 = 3;
 impl Process {
     fn scrub_state(&self) -> ScrubState {
         let (answer, state) = tokio::sync::oneshot::channel();
-        self.send(Input::State(answer));
+        self.send(Input::State { all: true, answer });
         state.blocking_recv().unwrap().scrub
     }
 
