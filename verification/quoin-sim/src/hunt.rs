@@ -21,6 +21,8 @@ const CORE_TESTS: [&str; 5] = ["hostile", "replica", "volume", "membership", "co
 
 /// The test binary of the protocol's crate.
 const CORE_BINARY: &str = "replication";
+/// The tests of the cluster's decisions: asked where they are recorded.
+const CLUSTER_BINARY: &str = "quoin_cluster";
 const NEEDS_A_DEVICE: &str = "device";
 
 /// How far a hunt goes.
@@ -88,8 +90,7 @@ pub fn hunt(defect: &Defect, limits: &Limits) -> Hunt {
                 }
             }
             Book::Model => {}
-            Book::Mirror => found.try_seeds(defect, limits),
-            Book::Replication => {
+            Book::Mirror | Book::Replication => {
                 found.try_seeds(defect, limits);
                 if found.catches.is_empty() {
                     found.try_tests(defect, limits, None);
@@ -159,10 +160,13 @@ impl Hunt {
             .iter()
             .flat_map(|path| modules_of(path).into_iter().map(move |m| (path, m)));
         for (path, module) in all {
-            let of_the_core = binary_name(path) == CORE_BINARY;
-            let asked = match only {
-                Some((wanted, _)) => wanted == module,
-                None => !of_the_core || CORE_TESTS.contains(&module.as_str()),
+            let binary = binary_name(path);
+            let of_the_core = binary == CORE_BINARY;
+            let asked = match (only, binary.as_str()) {
+                (Some((wanted, _)), _) => wanted == module,
+                (None, CLUSTER_BINARY) => defect.book == Book::Mirror,
+                (None, CORE_BINARY) => CORE_TESTS.contains(&module.as_str()),
+                (None, _) => defect.book == Book::Store,
             };
             if !asked || of_the_core != is_core {
                 continue;

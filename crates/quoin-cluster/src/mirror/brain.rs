@@ -402,7 +402,7 @@ impl Brain {
     /// Places where the members' streams begin: their cursors, or what their targets have where that is less. A
     /// target takes no stream that begins behind what it has.
     fn want(&self, receiving: &Receiving) -> Want {
-        let own = Some((receiving.transfer, receiving.token));
+        let own = Some(receiving.order());
         let from = |(member, cursor): (&Member, &u64)| {
             let seen = self.members.get(&member.volume).filter(|seen| seen.order == own);
             let is_at_cursor = mutant::is("stream-begins-behind-what-its-target-has");

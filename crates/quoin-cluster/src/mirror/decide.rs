@@ -432,14 +432,14 @@ impl Brain {
             record.receiving = None;
             for member in &mut record.members {
                 let has_it = self.members.get(&member.volume).is_some_and(|seen| seen.holds(point));
-                member.has_base |= has_it;
+                member.has_base |= has_it || mutant::is("joiner-counted-complete");
             }
         })
     }
 
     /// Cursors of the transfer, never above what its members have on stable media.
     fn cursors(&self, now: Now, receiving: &Receiving) -> Option<Record> {
-        let own = Some((receiving.transfer, receiving.token));
+        let own = Some(receiving.order());
         let stable: Vec<u64> = self
             .record
             .members

@@ -30,6 +30,8 @@ pub mod observed;
 mod orders;
 pub mod record;
 pub mod session;
+#[cfg(test)]
+mod tests;
 pub mod word;
 
 pub use brain::{Action, Brain, Event, Order};

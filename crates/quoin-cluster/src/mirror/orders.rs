@@ -78,7 +78,7 @@ impl Brain {
             return;
         }
         let base = receiving.transfer.base.filter(|base| seen.holds(*base));
-        let own = Some((receiving.transfer, receiving.token));
+        let own = Some(receiving.order());
         if !receiving.is_begun {
             let is_ordered = seen.order.is_some();
             if is_ordered || seen.stamp < self.stamp() {

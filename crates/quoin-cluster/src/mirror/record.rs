@@ -87,6 +87,13 @@ pub struct Receiving {
     pub cut_ms: u64,
 }
 
+impl Receiving {
+    /// The order of its targets.
+    pub fn order(&self) -> (Transfer, u128) {
+        (self.transfer, self.token)
+    }
+}
+
 /// Points that this side has, by what they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Points {

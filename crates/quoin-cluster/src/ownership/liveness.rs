@@ -43,8 +43,7 @@ impl Hearing {
         }
     }
 
-    /// This word once the pool reports again that was not heard of for a while: a target may have lived
-    /// and ended meanwhile, so silence counts from now on.
+    /// This word once the pool reports again that was away ([`was_away`]): silence counts from now on.
     #[must_use]
     pub fn after_a_pause(self, now: Time) -> Self {
         match self {
@@ -52,6 +51,11 @@ impl Hearing {
             word => word,
         }
     }
+}
+
+/// Returns true if a pool that was heard of at `last` was away: a target may have lived and ended meanwhile.
+pub fn was_away(last: Time, offline_after: Duration, now: Time) -> bool {
+    now.since(last) >= offline_after
 }
 
 /// Silence of a node.

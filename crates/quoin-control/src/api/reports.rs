@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use quoin_api::control::{
     self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport, replica_report,
 };
-use quoin_cluster::ownership::liveness::Hearing;
+use quoin_cluster::ownership::liveness::{self, Hearing};
 use quoin_cluster::records::{Concerned, NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 use quoin_identity::convert;
 use quoin_replication::recognition::PoolCounts;
@@ -28,7 +28,7 @@ use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
-use crate::{Error, reconcile, volume};
+use crate::{Error, reconcile, time, volume};
 
 /// Replicas in one pool, and so in one report.
 const REPLICAS_MAX: usize = 16_384;
@@ -191,7 +191,11 @@ impl Reports {
         };
         let mut before = observed.pools.remove(&report.pool);
         if let Some(before) = &mut before
-            && before.last.elapsed() >= self.state.settings.offline_after
+            && liveness::was_away(
+                time::of(before.last),
+                self.state.settings.offline_after,
+                time::of(seen.last),
+            )
         {
             before.pause(seen.last);
         }

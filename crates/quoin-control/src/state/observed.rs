@@ -65,7 +65,7 @@ pub struct PoolSeen {
 }
 
 impl PoolSeen {
-    /// It was not heard of for so long that a target may have lived and ended meanwhile.
+    /// It was away.
     pub fn pause(&mut self, now: Instant) {
         for replica in self.replicas.values_mut() {
             replica.hearing = replica.hearing.after_a_pause(time::of(now));

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use quoin_cluster::ownership::devices::{DeviceSeen, is_over};
 use quoin_cluster::ownership::epochs::{Acquire, MembershipSwap, is_granted_to};
 use quoin_cluster::ownership::lifecycle::{self, ReplicaState};
-use quoin_cluster::ownership::liveness::Hearing;
+use quoin_cluster::ownership::liveness::{self, Hearing};
 use quoin_cluster::ownership::{fencing, replicas};
 use quoin_cluster::records::{ReplicaPhase, VolumePhase, VolumeRecord};
 use quoin_types::entry::Rule;
@@ -420,7 +420,8 @@ impl Cluster {
         }
         let (name, now) = (pool_name(pool), self.schedule.now());
         let before = self.observed.pools.insert(name.clone(), now);
-        let paused = before.is_some_and(|before| before + OFFLINE_AFTER.as_nanos() as u64 <= now);
+        let paused =
+            before.is_some_and(|before| liveness::was_away(time(before), OFFLINE_AFTER, time(now)));
         for (guid, replica) in &self.pools[pool].replicas {
             let lives = replica.heard.as_ref().is_some_and(|heard| heard.last + LEASE > now);
             let word = if lives { Hearing::Hears } else { Hearing::Silent(None) };

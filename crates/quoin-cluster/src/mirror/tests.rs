@@ -1,0 +1,212 @@
+//! Rules of the brain that few steps come to; the swarms of the simulator have the others.
+
+use std::time::Duration;
+
+use quoin_types::ids::{GroupId, PointId, VolumeId};
+use quoin_types::time::Time;
+
+use super::brain::Now;
+use super::record::{Parameters, Points};
+use super::session::Session;
+use super::word::Message;
+use super::*;
+
+const GROUP: GroupId = GroupId(1);
+const CLUSTERS: [ClusterId; 2] = [ClusterId(1), ClusterId(2)];
+const VOLUME: VolumeId = VolumeId(5);
+const POINT: PointId = PointId(9);
+
+fn now(seconds: u64) -> Now {
+    let time = Time::ZERO + Duration::from_secs(seconds);
+    Now { time, wall_ms: seconds * 1000, draw: (77 << 64) + u128::from(seconds) + 1 }
+}
+
+fn primary() -> Record {
+    let parameters = Parameters { interval_s: 10, may_take_over: true };
+    Record { is_paired: true, ..Record::primary(GROUP, CLUSTERS, vec![VOLUME], parameters) }
+}
+
+/// A member whose pools keep the role of its record, and that holds these points.
+fn seen(serial: u64, record: &Record, points: &[PointId]) -> Box<Observed> {
+    Box::new(Observed {
+        serial,
+        seen_ms: 0,
+        stamp: Stamp::default(),
+        points: points.to_vec(),
+        at: None,
+        fenced: 0,
+        order: None,
+        taken_to: 0,
+        stable_to: 0,
+        is_fed: false,
+        keepsake: Some(record.keepsake()),
+        lost: None,
+        is_published: false,
+    })
+}
+
+/// A word of a copy with the chain of this record.
+fn word(record: &Record) -> Word {
+    Word {
+        role: Role::Secondary,
+        chain: record.chain.clone(),
+        members: record.members.clone(),
+        held: Vec::new(),
+        offer: None,
+        want: None,
+        complete: None,
+        common: None,
+        last: None,
+        claim: None,
+        yielded: None,
+        asks_step_down: false,
+        resync: None,
+        heard_resync: None,
+        parameters: record.parameters,
+    }
+}
+
+/// Has a brain hear a word of the other side, after each told the other that it lives.
+fn hear(brain: &mut Brain, peer: &mut Session, word: Word) -> Vec<Action> {
+    let mut actions = Vec::new();
+    for second in 0..4 {
+        let message = Message { group: GROUP, header: peer.send(), word: Some(word.clone()) };
+        let mut out = Vec::new();
+        brain.on(now(second), Event::Message(message.encode()), &mut out);
+        for action in &out {
+            if let Action::Send(bytes) = action {
+                peer.receive(Message::decode(bytes).unwrap().header, 3);
+            }
+        }
+        actions.append(&mut out);
+    }
+    assert_eq!(brain.heard(), Some(&word));
+    actions
+}
+
+fn stored(actions: &[Action]) -> Option<&Record> {
+    actions.iter().find_map(|action| match action {
+        Action::Store { record, .. } => Some(&**record),
+        _ => None,
+    })
+}
+
+fn is_dropped(actions: &[Action]) -> bool {
+    let is_drop = |action: &Action| matches!(action, Action::Member { order: Order::Drop(point), .. } if *point == POINT);
+    actions.iter().any(is_drop)
+}
+
+#[test]
+fn the_other_side_is_silent_only_while_a_mirror_of_this_side_could_hear_it() {
+    let mut brain = Brain::new(now(0), primary(), 1);
+    assert!(!brain.is_silent(now(1000).time), "nobody listens here");
+    let mut on = |second, event| brain.on(now(second), event, &mut Vec::new());
+    on(1000, Event::OwnMirror { is_running: true });
+    on(1025, Event::Tick);
+    assert!(!brain.is_silent(now(1025).time));
+    assert!(brain.is_silent(now(1031).time));
+    brain.on(now(1031), Event::Heard, &mut Vec::new());
+    assert!(!brain.is_silent(now(1060).time));
+}
+
+#[test]
+fn a_word_is_forgotten_once_another_life_of_this_side_has_written_the_record() {
+    let record = primary();
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+    hear(&mut brain, &mut peer, word(&record));
+    brain.on(now(9), Event::Changed { record: Box::new(record), version: 7 }, &mut Vec::new());
+    assert_eq!(brain.heard(), None);
+}
+
+#[test]
+fn a_yield_counts_for_the_claim_that_it_names() {
+    let claim = Claim { number: 2, point: POINT, id: 7 };
+    let mut record = primary();
+    record.role = Role::Secondary;
+    record.claims.own = Some(claim);
+    record.points.last = Some(POINT);
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+    let other = Word { yielded: Some(Claim { id: 6, ..claim }), ..word(&record) };
+    let role = |record: &Record| record.role;
+    assert_ne!(stored(&hear(&mut brain, &mut peer, other)).map(role), Some(Role::Promoting));
+    let mut brain = Brain::new(now(0), record.clone(), 1);
+    let own = Word { yielded: Some(claim), ..word(&record) };
+    let mut peer = Session::new(9);
+    assert_eq!(stored(&hear(&mut brain, &mut peer, own)).map(role), Some(Role::Promoting));
+}
+
+#[test]
+fn a_demotion_that_a_recovery_found_cuts_another_final_point() {
+    let points = Points { last: Some(POINT), ..Points::default() };
+    let record = Record { role: Role::Demoting, points, ..primary() };
+    let mut out = Vec::new();
+    Brain::new(now(0), record, 1).on(now(1), Event::Tick, &mut out);
+    let record = stored(&out).expect("it asks for a fence");
+    assert_ne!(record.fence, 0);
+    assert!(record.points.last.is_some_and(|last| last != POINT));
+}
+
+#[test]
+fn cuts_of_a_point_that_another_life_named_are_dropped_once_it_is_recorded_as_given_up() {
+    let points = Points { cutting: Some(POINT), ..Points::default() };
+    let record = Record { points, ..primary() };
+    let mut brain = Brain::new(now(0), record.clone(), 1);
+    let (mut out, untold) =
+        (Vec::new(), Observed { keepsake: None, ..*seen(1, &record, &[POINT]) });
+    brain.on(now(1), Event::Observed(VOLUME, Box::new(untold)), &mut out);
+    assert!(stored(&out).is_none() && !is_dropped(&out), "its pools have not heard of the role");
+    out.clear();
+    brain.on(now(2), Event::Observed(VOLUME, seen(2, &record, &[POINT])), &mut out);
+    assert_eq!(stored(&out).map(|record| record.points.dropping), Some(Some(POINT)));
+    assert!(!is_dropped(&out));
+    out.clear();
+    brain.on(now(3), Event::Stored { version: 2 }, &mut out);
+    assert!(is_dropped(&out));
+}
+
+#[test]
+fn a_member_is_whole_once_all_that_it_took_is_stable() {
+    let member = Observed { taken_to: 8, stable_to: 7, is_fed: true, ..*seen(1, &primary(), &[]) };
+    assert!(!member.is_whole());
+    assert!(Observed { stable_to: 8, ..member }.is_whole());
+}
+
+#[test]
+fn a_generation_that_a_cluster_began_again_is_another_one() {
+    let begun = |number, id| {
+        let generation = Generation { number, cluster: CLUSTERS[0], id };
+        Begun { generation, at: (number > 1).then_some(POINT) }
+    };
+    let chain = |id| Chain::of(vec![begun(1, 0), begun(2, id)]).unwrap();
+    assert_eq!(chain(3).relation(&chain(4)), chain::Relation::Forked);
+    assert_eq!(chain(3).relation(&chain(3)), chain::Relation::Same);
+}
+
+#[test]
+fn a_joining_member_has_a_base_once_it_holds_a_point_itself() {
+    let joiner = VolumeId(6);
+    let mut record = primary();
+    record.role = Role::Secondary;
+    record.chain = Chain::new(Begun {
+        generation: Generation { number: 1, cluster: CLUSTERS[1], id: 0 },
+        at: None,
+    });
+    record.members =
+        vec![Member { volume: VOLUME, has_base: true }, Member { volume: joiner, has_base: false }];
+    let transfer = Transfer { point: POINT, base: Some(PointId(8)) };
+    record.receiving = Some(record::Receiving {
+        transfer,
+        is_begun: true,
+        cursors: vec![0, 0],
+        token: 4,
+        cut_ms: 0,
+    });
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+    brain.on(now(0), Event::Observed(VOLUME, seen(1, &record, &[POINT])), &mut Vec::new());
+    brain.on(now(0), Event::Observed(joiner, seen(1, &record, &[])), &mut Vec::new());
+    let own = Word { role: Role::Primary, ..word(&record) };
+    let actions = hear(&mut brain, &mut peer, own);
+    let record = stored(&actions).expect("the point is complete without the joiner");
+    assert_eq!(record.points.complete, Some(POINT));
+    assert!(record.members.iter().all(|member| member.has_base == (member.volume == VOLUME)));
+}
