@@ -16,6 +16,14 @@ const CLUSTERS: [ClusterId; 2] = [ClusterId(1), ClusterId(2)];
 const VOLUME: VolumeId = VolumeId(5);
 const POINT: PointId = PointId(9);
 
+/// Breaks the rule that `cargo xtask mutants` named for this run, on this test's thread.
+pub(super) fn break_a_rule() {
+    #[cfg(feature = "mutants")]
+    if let Ok(name) = std::env::var("QUOIN_MUTANT") {
+        quoin_types::mutant::set(Some(name.leak()));
+    }
+}
+
 fn now(seconds: u64) -> Now {
     let time = Time::ZERO + Duration::from_secs(seconds);
     Now { time, wall_ms: seconds * 1000, draw: (77 << 64) + u128::from(seconds) + 1 }
@@ -98,6 +106,7 @@ fn is_dropped(actions: &[Action]) -> bool {
 
 #[test]
 fn the_other_side_is_silent_only_while_a_mirror_of_this_side_could_hear_it() {
+    break_a_rule();
     let mut brain = Brain::new(now(0), primary(), 1);
     assert!(!brain.is_silent(now(1000).time), "nobody listens here");
     let mut on = |second, event| brain.on(now(second), event, &mut Vec::new());
@@ -111,6 +120,7 @@ fn the_other_side_is_silent_only_while_a_mirror_of_this_side_could_hear_it() {
 
 #[test]
 fn a_word_is_forgotten_once_another_life_of_this_side_has_written_the_record() {
+    break_a_rule();
     let record = primary();
     let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
     hear(&mut brain, &mut peer, word(&record));
@@ -120,6 +130,7 @@ fn a_word_is_forgotten_once_another_life_of_this_side_has_written_the_record() {
 
 #[test]
 fn a_yield_counts_for_the_claim_that_it_names() {
+    break_a_rule();
     let claim = Claim { number: 2, point: POINT, id: 7 };
     let mut record = primary();
     record.role = Role::Secondary;
@@ -137,6 +148,7 @@ fn a_yield_counts_for_the_claim_that_it_names() {
 
 #[test]
 fn a_demotion_that_a_recovery_found_cuts_another_final_point() {
+    break_a_rule();
     let points = Points { last: Some(POINT), ..Points::default() };
     let record = Record { role: Role::Demoting, points, ..primary() };
     let mut out = Vec::new();
@@ -148,6 +160,7 @@ fn a_demotion_that_a_recovery_found_cuts_another_final_point() {
 
 #[test]
 fn cuts_of_a_point_that_another_life_named_are_dropped_once_it_is_recorded_as_given_up() {
+    break_a_rule();
     let points = Points { cutting: Some(POINT), ..Points::default() };
     let record = Record { points, ..primary() };
     let mut brain = Brain::new(now(0), record.clone(), 1);
@@ -166,6 +179,7 @@ fn cuts_of_a_point_that_another_life_named_are_dropped_once_it_is_recorded_as_gi
 
 #[test]
 fn a_member_is_whole_once_all_that_it_took_is_stable() {
+    break_a_rule();
     let member = Observed { taken_to: 8, stable_to: 7, is_fed: true, ..*seen(1, &primary(), &[]) };
     assert!(!member.is_whole());
     assert!(Observed { stable_to: 8, ..member }.is_whole());
@@ -173,6 +187,7 @@ fn a_member_is_whole_once_all_that_it_took_is_stable() {
 
 #[test]
 fn a_generation_that_a_cluster_began_again_is_another_one() {
+    break_a_rule();
     let begun = |number, id| {
         let generation = Generation { number, cluster: CLUSTERS[0], id };
         Begun { generation, at: (number > 1).then_some(POINT) }
@@ -184,6 +199,7 @@ fn a_generation_that_a_cluster_began_again_is_another_one() {
 
 #[test]
 fn a_joining_member_has_a_base_once_it_holds_a_point_itself() {
+    break_a_rule();
     let joiner = VolumeId(6);
     let mut record = primary();
     record.role = Role::Secondary;
