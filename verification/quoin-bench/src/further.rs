@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::load::Generator;
 use crate::product::{Away, Product};
 use crate::{
-    Class, Error, Options, absence, clones, groups, heal, history, members, orchestrated,
+    Class, Error, Options, absence, clones, groups, heal, history, making, members, orchestrated,
     overwrites, snapshots, takeover, usage,
 };
 
@@ -38,6 +38,9 @@ pub struct FurtherOptions {
     /// Volumes of the case that makes, lists, snapshots and deletes many over CSI
     #[arg(long, default_value_t = 1000, value_name = "N")]
     pub csi_volumes: usize,
+    /// Volumes that are there already when the case `making` makes 300 more
+    #[arg(long, default_value_t = 6000, value_name = "N", value_parser = clap::value_parser!(u64).range(300..=8000))]
+    pub beside: u64,
     /// Snapshots of one volume in the case that lists them and opens it
     #[arg(long, default_value_t = 1000, value_name = "N")]
     pub snapshots: usize,
@@ -115,6 +118,10 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         facts.extend(groups::run(quoin, &directory.join("groups"))?);
     }
     facts.extend(orchestrated::run(options, quoin, &directory.join("csi"))?);
+    if options.wants(making::NAME) {
+        eprintln!("measuring making beside {} volumes", options.further.beside);
+        facts.extend(making::run(options, quoin, &directory.join("making"))?);
+    }
     if options.wants(takeover::NAME) {
         facts.extend(takeover::run(quoin, &directory.join("takeover"))?);
     }

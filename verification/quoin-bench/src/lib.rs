@@ -20,6 +20,7 @@
 //! | `security` | cost of encryption of data connections |
 //! | `encryption` | cost of the encryption of volumes |
 //! | `heal` | many volumes after the loss of a pool |
+//! | `making` | volumes that are made beside thousands of others |
 //! | `orchestrated` | volumes over CSI: a first mount, a thousand of them, a change of options |
 //! | `takeover` | a volume of a lost node on another one |
 //! | `clones` | a clone of a full volume beside an empty volume |
@@ -43,6 +44,7 @@ pub mod heal;
 pub mod history;
 mod interrupt;
 pub mod load;
+mod making;
 pub mod members;
 pub mod nbd;
 pub mod nodes;
