@@ -137,7 +137,7 @@ impl Held {
     }
 
     /// All memberships that it knows of.
-    fn rules(&self) -> impl Iterator<Item = Rule> {
+    pub fn rules(&self) -> impl Iterator<Item = Rule> {
         let note = self.note.as_ref().map(|note| rule_of(&(&note.membership).into()));
         let own = self.membership.as_ref().map(rule_of);
         let views = self.view.iter().chain(&self.joint).cloned();

@@ -101,7 +101,7 @@ pub struct PoolState {
     pub is_making: bool,
     pub scrub: ScrubState,
     pub replicas: Vec<ReplicaState>,
-    /// Those that are not listed are as they were told last.
+    /// Replicas that are not listed are as they were told last.
     pub is_partial: bool,
 }
 

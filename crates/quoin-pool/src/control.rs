@@ -200,6 +200,8 @@ impl Control {
                 (false, true) => REPORT_EVERY / 8,
                 (false, false) => REPORT_EVERY,
             };
+            let since_all = told.all_at.map_or(Duration::ZERO, |at| at.elapsed());
+            let pause = pause.min(REPORT_EVERY.saturating_sub(since_all).max(MAKING));
             let changed = tokio::select! {
                 () = tokio::time::sleep(pause) => false,
                 () = self.made.notified() => false,
@@ -287,7 +289,7 @@ struct Told {
     number: u64,
     /// All replicas as the shard told of them last.
     replicas: BTreeMap<ReplicaGuid, ReplicaState>,
-    /// Those that changed since the last report; `None`: the controller took none to build on.
+    /// Replicas that changed since the last report; `None`: the controller took none to build on.
     changed: Option<BTreeSet<ReplicaGuid>>,
     /// When the shard was asked for all of them last: what changes without an event, as a lease that
     /// ends, shows then.

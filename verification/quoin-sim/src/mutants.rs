@@ -325,6 +325,8 @@ pub const ALL: &[Defect] = &[
     mirror("idle-by-the-bare-lsn", Swarm::Failovers),
     mirror("point-id-drawn-twice", Swarm::Failovers),
     mirror("diverged-without-a-final-point", Swarm::Failovers),
+    mirror("diverged-before-it-is-sure", Swarm::Failovers),
+    mirror("final-point-not-cut-again-where-it-is-ahead", Swarm::Failovers),
     mirror("former-final-point-believed", Swarm::Restored),
     mirror("resync-of-the-peer-waited-for", Swarm::Failovers),
     mirror("stream-begins-behind-what-its-target-has", Swarm::Restored),

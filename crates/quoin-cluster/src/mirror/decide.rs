@@ -245,13 +245,21 @@ impl Brain {
         }
         let record = &self.record;
         let word = self.heard.as_ref()?;
+        let own = if record.is_own() { self.final_again(now) } else { None };
         match record.chain.relation(&word.chain) {
-            Relation::Ahead => None,
-            Relation::Same => {
-                let own = if record.is_own() { self.final_again(now) } else { None };
-                own.or_else(|| self.yields(word))
-                    .or_else(|| self.granted(now, word))
-                    .or_else(|| self.copy(now, word))
+            Relation::Ahead if mutant::is("final-point-not-cut-again-where-it-is-ahead") => None,
+            Relation::Ahead => own,
+            Relation::Same => own
+                .or_else(|| self.yields(word))
+                .or_else(|| self.granted(now, word))
+                .or_else(|| self.copy(now, word)),
+            // Only a side that is sure knows whether it has a final point.
+            Relation::Forked
+                if record.is_unsure
+                    && word.role != Role::Off
+                    && !mutant::is("diverged-before-it-is-sure") =>
+            {
+                None
             }
             Relation::Forked => self.diverged(now),
             Relation::Behind { fork } => self.behind(now, word, fork),

@@ -2,19 +2,23 @@
 //!
 //! Each function decides one change of one record, which its caller then writes by compare-and-swap:
 //!
-//! | decision | where |
+//! | decision | function |
 //! |---|---|
-//! | a target acquires an epoch; a target swaps the membership | [`epochs`] |
-//! | grants are taken back, epochs are used up | [`grants`] |
-//! | whose grants are taken back, and when | [`fencing`] |
-//! | which node has the volume | [`attachment`], beside whom [`sharing`], as the first one [`replay`] |
-//! | when a node counts as lost | [`liveness`] |
-//! | failover of a shared volume's target, and the lent target of a detached volume | [`failover`], [`lending`] |
-//! | whether a node uses the volume | [`devices`] |
-//! | replicas that join and leave, and the orders for them to a target | [`replicas`] |
-//! | what becomes of replicas that pools made, lost or deleted | [`lifecycle`] |
-//! | whether a volume may go on with the replicas that are left | [`recovery`] |
-//! | what follows from any change | [`change`] |
+//! | a target is granted an epoch | [`epochs::acquire`] |
+//! | a target swaps the membership, also where it did so already | [`epochs::swap`] |
+//! | grants are taken back: a record does so | [`grants::fence`]; whose and when: [`fencing`], and after each change [`change::complete`] |
+//! | grants are taken back: each pool refuses them once it has its orders | `Replica::fence` of `quoin-replication` |
+//! | a node attaches a volume, alone or beside others | [`attachment::attach`], [`sharing::check_beside`] |
+//! | a node detaches; a volume is taken from a node that is lost | [`attachment::detach`], [`attachment::take_over`] |
+//! | a node counts as lost | [`liveness::check_silent`] |
+//! | the device of a volume on a node is out of use | [`devices::check_unused`] |
+//! | the target of a shared volume moves; a detached volume has a lent target | [`failover::is_due`], [`failover::next_node`], [`lending::lend`] |
+//! | which node replays a file system's journal (a write that is sent again is the core's: `ClientTable::judge`) | [`replay::due`], [`replay::confirm`] |
+//! | a replica joins, leaves, is discarded; the last copy does not leave | [`replicas::newcomer`], [`replicas::leave`], [`replicas::discard`] |
+//! | what becomes of replicas that pools made, lost or deleted | [`lifecycle::step`] |
+//! | a volume goes on with the replicas that are left | [`recovery::check`], [`recovery::reduce`] |
+//!
+//! Join tokens are [`crate::tokens`]; records that are made from pools are [`crate::records_rebuild`].
 
 pub mod attachment;
 pub mod change;

@@ -13,7 +13,7 @@ pub struct Grants {
     /// The node that acquired the record's epoch; empty: not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub holder: String,
-    /// Sessions up to this epoch are opened by no pool any more: see [`crate::ownership::grants::fence`].
+    /// Sessions up to this epoch are opened by no pool any more that has its orders since: see [`crate::ownership::grants::fence`].
     #[serde(default, skip_serializing_if = "is_zero")]
     pub fenced: u64,
     /// Replicas that are open do not get time to close either.

@@ -2,8 +2,8 @@
 //!
 //! The caches of a node hold the volume's state as that node left it. Once another node has used
 //! the volume, nothing from these caches may reach it, also when the first node has the volume
-//! again. So a record numbers its uses ([`Use`]): a use is the time in which one node alone has the
-//! volume, over any number of attachments and openings.
+//! again. So a record numbers its uses ([`Use`]): a use is the time in which one node, or a set of
+//! nodes that share it, has the volume, over any number of attachments and openings.
 
 use std::mem;
 

@@ -1,11 +1,6 @@
-//! Block devices of volumes on the nodes: the use of the volume to which each device belongs, and
-//! whether a process has the device in use.
-//!
-//! The caches of a node hold the volume's state as that node left it. Once another node has used
-//! the volume, nothing from these caches may reach it, also when the first node has the volume
-//! again. So a record numbers its uses ([`Use`]): a use is the time in which one node alone has the
-//! volume, over any number of attachments and openings. A device is made for one use and fails
-//! after it.
+//! Block devices of volumes on the nodes: the use of the volume to which each device belongs
+//! (`quoin_cluster::records::Use`), and whether a process has the device in use. A device is made for one
+//! use and fails after it.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};

@@ -291,11 +291,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     /// and is asked every few milliseconds while some are made.
     pub(super) fn state(&mut self, now: Time, all: bool) -> PoolState {
         self.collect_bad_copies(now);
+        // Another life told of the replicas before.
+        let all = all || self.space.is_none();
         let untold = self.replicas.take_untold(all);
         self.tell_repairs(&untold);
         if all {
             self.pool.look_again();
-            self.space = (self.pool.space(), self.pool.live_bytes());
+            self.space = Some((self.pool.space(), self.pool.live_bytes()));
         }
         // Not said before it is on media: until then a failing disk may bring one back.
         let mut replicas = match self.disk.syncs.covers(self.replicas.deleted) {
@@ -308,11 +310,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             if self.replicas.get(guid).is_some_and(|held| !self.disk.syncs.covers(held.born)) {
                 is_making = true;
                 self.replicas.get_mut(guid);
-            } else {
-                replicas.extend(self.replica_state(now, guid));
+            } else if let Some(state) = self.replica_state(now, guid) {
+                if state.hears_target {
+                    // The end of its lease is no event, and a takeover waits for the word of it.
+                    self.replicas.get_mut(guid);
+                }
+                replicas.push(state);
             }
         }
-        let (space, live_bytes) = self.space;
+        let (space, live_bytes) = self.space.unwrap_or_default();
         self.parts.metrics.filled(space, live_bytes);
         let scrub = self.scrub_state();
         let ring_full = self.pool.is_ring_full();

@@ -169,8 +169,9 @@ pub struct Shard<'a, P> {
     turns: Turns,
     stop: Stop,
     health: Health,
-    /// Space and live bytes when all replicas were told of last: these are sums over them.
-    space: (Space, u64),
+    /// Space and live bytes when all replicas were told of last, of which they are sums; `None`: they
+    /// never were.
+    space: Option<(Space, u64)>,
     /// Room that was granted to the targets.
     room: RoomGrant,
     /// How often that changed.
@@ -199,7 +200,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             turns: Turns::default(),
             stop: Stop::default(),
             health,
-            space: Default::default(),
+            space: None,
             room: RoomGrant::UNBOUNDED,
             room_changes: 0,
             short: false,

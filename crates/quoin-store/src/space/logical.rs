@@ -45,8 +45,6 @@ const PENDING_MAX: usize = 4096;
 const PENDING_HARD_MAX: usize = 4 * PENDING_MAX;
 /// Numbers that may be given between two records: an open begins so many behind what the last one says.
 const NUMBERS_AHEAD: u32 = 1 << 14;
-/// Opens in a row, none of which comes to a record, that give different numbers.
-const OPENS_APART: u64 = 4;
 /// Version of entries in the map of moved blocks, which has none.
 const NAMED: u64 = 1;
 
@@ -113,9 +111,7 @@ impl Logical {
     /// of segments whose headers are on the disk still: none of them is given again.
     pub fn opened(superblock: &Superblock, state: Option<&LogicalState>) -> Self {
         let mut logical = Logical::new(superblock, state);
-        // An open that ended before its own record is on media has given numbers too.
-        let opens = 1 + (superblock.starts % OPENS_APART) as u32;
-        logical.next = logical.next.saturating_add(opens * NUMBERS_AHEAD);
+        logical.next = logical.next.saturating_add(NUMBERS_AHEAD);
         logical.durable_next = logical.next;
         logical
     }
@@ -710,21 +706,6 @@ mod tests {
         assert!(last <= recorded.next + NUMBERS_AHEAD, "no more before the next record");
         let mut opened = Logical::opened(&superblock, Some(&recorded));
         assert!(opened.number(1) >= last);
-        // Power fails again before there is another record.
-        let mut firsts = std::collections::BTreeSet::new();
-        for starts in 7..7 + OPENS_APART {
-            let superblock = Superblock { starts, ..superblock.clone() };
-            let mut opened = Logical::opened(&superblock, Some(&recorded));
-            let (first, mut end) = (opened.number(8), 0);
-            while let number @ 1.. = opened.number(8) {
-                end = number + 8;
-            }
-            assert!(first >= last && end <= first + NUMBERS_AHEAD);
-            firsts.insert(first);
-        }
-        let apart = |(a, b): (&u32, &u32)| b - a >= NUMBERS_AHEAD;
-        assert!(firsts.iter().zip(firsts.iter().skip(1)).all(apart));
-        assert_eq!(firsts.len(), OPENS_APART as usize);
         // With records on media there are more.
         for _ in 0..2 {
             logical.stated();

@@ -27,11 +27,12 @@ pub(super) fn lie(random: &mut Random, held: &mut [Held]) -> Option<Liar> {
     let at = random.below(held.len() as u64) as usize;
     let told = held[at].clone();
     let is_witness = |other: &&Held| {
-        let list = other.membership.as_ref();
+        // A replica that a later list left out is no witness against it.
+        let newest = other.rules().max_by_key(|rule| rule.membership_version);
         other.volume == told.volume
             && other.pool != told.pool
             && other.quorum
-            && list.is_some_and(|list| list.contains(other.member))
+            && newest.is_some_and(|rule| rule.known.contains(&other.member))
     };
     held.iter().find(is_witness)?;
     let liar = &mut held[at];

@@ -1,7 +1,7 @@
 //! Assignments that change in part.
 
 use super::*;
-use crate::assignment::AssignmentChange;
+use crate::assignment::{AssignmentChange, PoolState};
 
 fn wanted(guid: u128, phase: Phase, blocks: u64) -> Wanted {
     Wanted {
@@ -25,10 +25,14 @@ fn told(process: &Process) -> Vec<(u128, &'static str)> {
     told_of(process, true)
 }
 
-fn told_of(process: &Process, all: bool) -> Vec<(u128, &'static str)> {
+fn state_of(process: &Process, all: bool) -> PoolState {
     let (answer, state) = tokio::sync::oneshot::channel();
     process.send(Input::State { all, answer });
-    let state = state.blocking_recv().unwrap();
+    state.blocking_recv().unwrap()
+}
+
+fn told_of(process: &Process, all: bool) -> Vec<(u128, &'static str)> {
+    let state = state_of(process, all);
     let mut told: Vec<_> = state.replicas.iter().map(|r| (r.guid.0, r.state)).collect();
     told.sort_unstable();
     told
@@ -63,6 +67,8 @@ fn the_controller_is_told_of_a_creation_and_of_a_deletion_once_they_are_on_media
 fn between_reports_of_all_replicas_those_that_were_used_are_told_of_alone() {
     let dir = tempfile::tempdir().unwrap();
     let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
+    let first = state_of(&process, false);
+    assert!(!first.is_partial && first.space.capacity_bytes > 0, "nothing was told before");
     process.create_replica();
     let (other, own) = ((1, "created"), MEMBER.guid.0);
     process.send(Input::Assign(Assignment(vec![wanted(1, Phase::Init, 64)])));
