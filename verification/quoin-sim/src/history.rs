@@ -21,8 +21,9 @@ pub struct Op {
     pub answered: u64,
     /// Tags that a read returned, by sector.
     pub seen: Vec<Tag>,
-    /// Which life of which target it was given to.
-    pub target: (usize, u32),
+    /// The lives of targets that it was given to, the present one last: one that its client has left may
+    /// not know of it, and carry it out still.
+    pub targets: Vec<(usize, u32)>,
     /// Blocks that are not in the history any more or never were: no later read may see them.
     void: Vec<u64>,
     /// Blocks known to have taken effect by an instant, though they were never answered.
@@ -75,7 +76,7 @@ impl History {
             invoked,
             answered: NEVER,
             seen: Vec::new(),
-            target,
+            targets: vec![target],
             void: Vec::new(),
             effect_by: None,
             either_part: false,
@@ -96,7 +97,8 @@ impl History {
     /// The operation is sent to this life of a target.
     pub fn sent_to(&mut self, tag: Tag, target: (usize, u32)) -> &Op {
         let op = &mut self.ops[tag as usize - 1];
-        op.target = target;
+        op.targets.retain(|former| *former != target);
+        op.targets.push(target);
         op
     }
 
@@ -140,7 +142,7 @@ impl History {
         let stamp = self.stamp();
         let begins = self.part_begins;
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
-            let goes_on = op.target == serving || op.is_sent_again || !over(op);
+            let goes_on = op.targets.contains(&serving) || op.is_sent_again || !over(op);
             if op.answered != NEVER || op.effect_by.is_some() || goes_on {
                 continue;
             }
@@ -167,13 +169,13 @@ impl History {
         let stamp = self.stamp();
         let begins = self.part_begins;
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
-            let goes_on = op.target == serving || op.is_sent_again || !over(op);
+            let goes_on = op.targets.contains(&serving) || op.is_sent_again || !over(op);
             let open = op.answered == NEVER && goes_on;
             if !open {
                 // A write that was answered and is lost comes back where the target that answered
                 // it lives: it writes again what it still has.
                 if let Draft::Write { sector, sectors, .. } = op.draft
-                    && op.target == serving
+                    && op.targets.contains(&serving)
                 {
                     let (first, last) = blocks_of(sector, sectors);
                     let held: Vec<u64> = (first..=last).filter(|b| holds(op.tag, *b)).collect();

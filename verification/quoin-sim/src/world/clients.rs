@@ -158,7 +158,9 @@ impl World {
         // Requests of clients that have moved away die with the target too.
         let history = &self.checkers.history;
         let life = self.targets[target].life;
-        self.clients.tokens.retain(|token, _| history.op(*token as u32).target != (target, life));
+        self.clients
+            .tokens
+            .retain(|token, _| history.op(*token as u32).targets.last() != Some(&(target, life)));
     }
 
     /// The client's host is given up: its new one asks the present owner.

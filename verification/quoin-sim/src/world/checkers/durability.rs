@@ -172,7 +172,9 @@ impl Durability {
             let there = &targets[target];
             there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
         };
-        let over = |op: &Op| had_served(op.target) || lineage.was_sent(op.tag);
+        let over = |op: &Op| {
+            op.targets.iter().all(|target| had_served(*target)) || lineage.was_sent(op.tag)
+        };
         if kept.is_none() && (!is_tail_lost || lives_on) {
             scene.history.settle(serving, over, holds);
             self.owed.retain(|seen, _| lineage.is_on(path, *seen));
@@ -207,7 +209,9 @@ impl Durability {
             let there = &targets[target];
             there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
         };
-        let over = |op: &Op| had_served(op.target) || lineage.was_sent(op.tag);
+        let over = |op: &Op| {
+            op.targets.iter().all(|target| had_served(*target)) || lineage.was_sent(op.tag)
+        };
         let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
         let image = lineage.image(scene.setup.seed, path, Lsn(u64::MAX));
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
