@@ -333,10 +333,35 @@ fn newer_hello() -> Hello {
     Hello::new(VolumeId(1), ReplicaId(2), ReplicaGuid(3), Bytes::new())
 }
 
+/// The Welcome of [`quoin_wire::establish::answer`] to this Hello.
+fn welcome_of(hello: &Hello) -> Welcome {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (tcp, from) = listener.accept().unwrap();
+            let (from, security) = (PeerAddress::Network(from), ServerSecurity::PlainLoopback);
+            quoin_wire::establish::answer(Stream::Tcp(tcp), from, &security, |_, _, _| Ok(()))
+        });
+        let mut target = connection(connect(address, &ClientSecurity::PlainLoopback).unwrap());
+        target.send_hello(session(), hello).unwrap();
+        while !target.flush().unwrap() {}
+        loop {
+            target.receive().unwrap();
+            if let Some(incoming) = target.next_frame().unwrap() {
+                let Frame::Welcome(welcome) = incoming.frame else { panic!("no Welcome") };
+                break welcome;
+            }
+        }
+    })
+}
+
 #[test]
 fn a_target_of_a_later_version_opens_a_session_in_this_version() {
     let later = Hello { protocol_max: 9, features_optional: u64::MAX, ..newer_hello() };
     assert_eq!(dial_accepting_pool(&later), (Ok(()), Ok(())));
+    let (here, agreed) = (SupportedProtocol::THIS_BUILD, welcome_of(&later));
+    assert_eq!((agreed.protocol, agreed.features), (here.newest, here.features));
 }
 
 #[test]
