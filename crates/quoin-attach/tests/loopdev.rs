@@ -48,6 +48,14 @@ fn is_free(device: &LoopDevice) -> bool {
     true
 }
 
+fn wait_until(is_so: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < WAIT);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn an_open_device_is_in_use_and_its_detach_fails_at_once_without_a_change() {
     if !have_requirements() {
@@ -167,4 +175,24 @@ fn a_mounted_partition_holds_its_device_and_goes_with_the_last_user_of_a_release
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(partitions(device), 0);
+}
+
+/// A program that is given the number while the device stays must not find what the former use left.
+#[test]
+fn a_device_that_a_program_keeps_open_after_its_use_loses_its_partitions_and_is_removed_later() {
+    if !have_requirements() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let device = &scratch.device;
+    sh(&format!("addpart {} 1 8 64", device.path().display()));
+    assert!(is_free(device));
+    device.release().unwrap();
+    wait_until(|| device.backing_file().is_none());
+    assert_eq!(partitions(device), 1, "the kernel keeps them");
+    let open = File::open(device.path()).unwrap();
+    assert!(!device.remove(), "a program has it open");
+    assert_eq!(partitions(device), 0, "they are left");
+    drop(open);
+    wait_until(|| device.remove());
 }
