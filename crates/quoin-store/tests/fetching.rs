@@ -793,6 +793,7 @@ fn a_read_that_never_ends_keeps_one_replica_from_its_background_work_and_no_othe
         let bytes = volume.bytes_of(fetch);
         volume.pool.fetched(fetch.id, bytes);
     }
+    assert!(volume.ready().is_empty(), "what was given up is made again");
     volume.pool.look_again();
     volume.settle();
     assert!(base(&mut volume, GUID) > before, "it goes on after another look");
