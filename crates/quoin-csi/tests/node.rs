@@ -78,6 +78,39 @@ async fn a_mounted_volume_passes_all_steps_forth_and_back_twice() {
     }
 }
 
+fn with_group(group: &str) -> VolumeCapability {
+    let volume_mount_group = group.to_owned();
+    let mount = MountVolume { volume_mount_group, ..MountVolume::default() };
+    VolumeCapability { access_type: Some(AccessType::Mount(mount)), ..writer() }
+}
+
+/// An orchestrator that sees the capability leaves the files to the node.
+#[tokio::test]
+async fn groups_of_files_are_no_capability_and_are_refused_unless_the_node_is_started_for_them() {
+    use node_service_capability::{Type, rpc::Type as Kind};
+    if !can_mount() {
+        return;
+    }
+    let usual = quoin_csi::Options::new("node", "run", "controller", "socket");
+    assert!(!usual.volume_mount_group);
+    let mut world = World::start().await;
+    let stage = world.published(with_group("4242")).await;
+    let publish = world.publish_at(&stage, "pods/a");
+    world.node.node_stage_volume(stage).await.unwrap();
+    for gives_groups in [false, true] {
+        world.restart_plugin_of(gives_groups).await;
+        let answer = world.node.node_get_capabilities(NodeGetCapabilitiesRequest {}).await.unwrap();
+        let capabilities = answer.into_inner().capabilities;
+        let is_told = capabilities.iter().any(|one| match one.r#type.as_ref().unwrap() {
+            Type::Rpc(rpc) => rpc.r#type() == Kind::VolumeMountGroup,
+        });
+        assert_eq!(is_told, gives_groups);
+        let refused = world.node.node_publish_volume(publish.clone()).await.err();
+        let way_out = refused.map(|status| status.message().contains("--volume-mount-group"));
+        assert_eq!(way_out, (!gives_groups).then_some(true));
+    }
+}
+
 /// Proves CSI-VOLCAP-06: the root belongs to the group and lets it write, and so does all below where the
 /// root did not have that group yet.
 #[tokio::test]
@@ -87,14 +120,6 @@ async fn a_mount_group_gets_all_files_of_a_writable_publication() {
         return;
     }
     let mut world = World::start().await;
-    let with_group = |group: &str| VolumeCapability {
-        access_type: Some(AccessType::Mount(MountVolume {
-            fs_type: "ext4".into(),
-            mount_flags: Vec::new(),
-            volume_mount_group: group.into(),
-        })),
-        ..writer()
-    };
     let stage = world.published(with_group("4242")).await;
     world.node.node_stage_volume(stage.clone()).await.unwrap();
     fs::write(world.path("stage/own"), "x").unwrap();

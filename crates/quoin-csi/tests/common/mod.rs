@@ -73,9 +73,8 @@ impl World {
         let attacher = Arc::new(LoopAttacher::new(root.path().join("devices")));
         let (plugin_stop, _) = watch::channel(false);
         let socket = root.path().join("socket/csi.sock");
-        let plugin =
-            start_plugin(root.path(), mode, callers, edition, &attacher, plugin_stop.subscribe())
-                .await;
+        let stop = plugin_stop.subscribe();
+        let plugin = start_plugin(root.path(), mode, callers, edition, true, &attacher, stop).await;
         let channel = unix_channel(&socket);
         Self {
             identity: IdentityClient::new(channel.clone()),
@@ -92,6 +91,11 @@ impl World {
 
     /// Ends the plugin and starts a new one on the same socket and state.
     pub async fn restart_plugin(&mut self) {
+        self.restart_plugin_of(true).await;
+    }
+
+    /// The same, with or without groups for the files of volumes.
+    pub async fn restart_plugin_of(&mut self, volume_mount_group: bool) {
         self.stop_plugin().await;
         self.plugin_stop.send_replace(false);
         let stop = self.plugin_stop.subscribe();
@@ -100,6 +104,7 @@ impl World {
             Mode::ALL,
             Callers::default(),
             Edition::NEWEST,
+            volume_mount_group,
             &self.attacher,
             stop,
         )
@@ -199,6 +204,7 @@ async fn start_plugin(
     mode: Mode,
     callers: Callers,
     edition: Edition,
+    volume_mount_group: bool,
     attacher: &Arc<LoopAttacher>,
     stop: watch::Receiver<bool>,
 ) -> tokio::task::JoinHandle<()> {
@@ -214,7 +220,7 @@ async fn start_plugin(
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode,
         edition,
-        volume_mount_group: true,
+        volume_mount_group,
         backend: Backend::new(unix_channel(&root.join("run/admin.sock"))),
         node: Some(NodeSide {
             name: NODE.to_owned(),
