@@ -973,4 +973,59 @@ mod tests {
         }
         assert!(tried > 2, "{tried} headers");
     }
+
+    /// As above, and the header that power left stands before the one that has the number since.
+    #[test]
+    fn of_two_headers_with_a_number_the_newer_one_has_it() {
+        let disk = formatted();
+        let mut writer = Writer::new(&disk);
+        writer.live(300);
+        let guid = ReplicaIdentity::default().guid;
+        let segments = &writer.replica().family.segments;
+        let named = |s: &SegmentState| s.logical != 0 && s.live_bytes > 0;
+        let named: Vec<SegmentState> = segments.settled().filter(named).collect();
+        let is_free = |unit: &u32| segments.containing(*unit).is_none();
+        let free: Vec<u32> = (0..1000).filter(is_free).collect();
+        disk.power_cut(|| true);
+        let mut tried = 0;
+        for state in named.iter().step_by(named.len() / 8 + 1) {
+            let units = state.units;
+            let is_room =
+                |run: &&[u32]| run[0] > state.unit && run[0] + units - 1 == run[run.len() - 1];
+            let Some(room) = free.windows(units as usize).find(is_room) else { continue };
+            let moved = SegmentState { unit: room[0], ..*state };
+            let pool = &mut writer.pool;
+            let replica = pool.replicas.get_mut(&guid).expect("it");
+            let root = replica.family.segments.recorded.root;
+            let mut io = table_io(replica, &mut pool.core);
+            let leaves = [state.unit, moved.unit].map(|unit| {
+                let path = tree::path(&mut io, root, u64::from(unit)).expect("a path");
+                path.last().map(|(level, _, leaf)| (*level, leaf.place, leaf.length))
+            });
+            let (Some((0, place, length)), true) = (leaves[0], leaves[0] == leaves[1]) else {
+                continue;
+            };
+            let superblock = &pool.core.superblock;
+            let at = |unit: u32| superblock.unit_start(unit) * BLOCK_SIZE as u64;
+            let header = |state: &SegmentState| {
+                crate::format::segment::segment_header(superblock, guid, state)
+            };
+            let stale = SegmentState { sequence: state.sequence - 1, ..*state };
+            let mut bytes = vec![0; (units * superblock.unit_blocks) as usize * BLOCK_SIZE];
+            let image = disk.fork();
+            image.read_at(at(state.unit), &mut bytes).expect("a read");
+            bytes[..BLOCK_SIZE].copy_from_slice(&header(&moved));
+            image.write_at(at(moved.unit), &[std::io::IoSlice::new(&bytes)]).expect("a write");
+            bytes.fill(0);
+            bytes[..BLOCK_SIZE].copy_from_slice(&header(&stale));
+            image.write_at(at(stale.unit), &[std::io::IoSlice::new(&bytes)]).expect("a write");
+            image.sync().expect("a sync");
+            image.rot(place + u64::from(length) / 2, 0x10);
+            let before = std::mem::replace(&mut writer.pool, open(&image));
+            writer.check();
+            writer.pool = before;
+            tried += 1;
+        }
+        assert!(tried > 2, "{tried} headers");
+    }
 }
