@@ -36,7 +36,7 @@ async fn each_condition_has_its_entry_until_it_is_over_and_a_worse_one_hides_non
     reports(&cluster, &guids, ["in-sync", "catching-up", "disconnected"]).await;
     let behind = ("ReplicaRebuilding", Severity::Degraded);
     assert_eq!(reasons(&cluster.shown("db")), [offline, behind]);
-    let waiting = |kind: &'static str| {
+    let waiting = |kind: &'static str, state: &'static str| {
         let guids = guids.clone();
         move |report: &mut quoin_api::control::VolumeReport| {
             report.waiting_for = "something".into();
@@ -45,13 +45,13 @@ async fn each_condition_has_its_entry_until_it_is_over_and_a_worse_one_hides_non
                 .iter()
                 .map(|guid| quoin_api::control::ReplicaProgress {
                     guid: guid.clone(),
-                    state: "disconnected".into(),
+                    state: state.into(),
                     ..Default::default()
                 })
                 .collect();
         }
     };
-    cluster.reports("db", "waiting", waiting("quorum")).await;
+    cluster.reports("db", "waiting", waiting("quorum", "disconnected")).await;
     let quorum = ("NoQuorum", Severity::Inaccessible);
     let shown = cluster.shown("db");
     assert_eq!(reasons(&shown), [quorum, offline]);
@@ -60,7 +60,8 @@ async fn each_condition_has_its_entry_until_it_is_over_and_a_worse_one_hides_non
         assert!(!condition.action.is_empty() && condition.way_out.contains("`quoin "));
     }
     for (kind, reason) in [("room", "PoolsFull"), ("records", "RecordsBehind")] {
-        cluster.reports("db", "waiting", waiting(kind)).await;
+        // All its replicas are there, and nobody gets at it.
+        cluster.reports("db", "waiting", waiting(kind, "in-sync")).await;
         let shown = cluster.shown("db");
         assert!(reasons(&shown).contains(&(reason, Severity::Inaccessible)), "{shown:?}");
         assert_eq!(shown.health, "Faulted", "one judgement, wherever it is shown");
