@@ -476,6 +476,15 @@ impl Brain {
     fn promoting(&self, _now: Now) -> Option<Record> {
         let record = &self.record;
         let claim = record.claims.promoting?;
+        // Records of before a recovery may name a point that was dropped since: nothing brings it back.
+        let is_gone = self.all(|_| true) && !self.holds(claim.point);
+        if is_gone && !mutant::is("dropped-point-waited-for") {
+            return self.changed(|record| {
+                record.role = Role::Secondary;
+                record.claims = Claims::default();
+                record.is_unsure = true;
+            });
+        }
         let is_there = self.is_at(claim.point)
             || mutant::is("promoted-without-a-revert")
             || mutant::is("in-flight-of-the-record-believed") && record.receiving.is_none();
