@@ -116,7 +116,7 @@ impl RunningPool {
 
     pub fn state(&self) -> PoolState {
         let (answer, state) = tokio::sync::oneshot::channel();
-        self.send(PoolInput::State(answer));
+        self.send(PoolInput::State { all: true, answer });
         state.blocking_recv().unwrap()
     }
 
