@@ -240,7 +240,7 @@ mod tests {
     #[test]
     fn the_register_of_the_project_is_read_whole() {
         let register = read_register().unwrap();
-        assert_eq!(register.len(), 800);
+        assert_eq!(register.len(), 810);
         let ids: BTreeSet<_> = register.iter().map(|row| &row.id).collect();
         assert_eq!(ids.len(), register.len(), "an id stands twice");
     }

@@ -74,8 +74,10 @@ fn between_reports_of_all_replicas_those_that_were_used_are_told_of_alone() {
     process.send(Input::Assign(Assignment(vec![wanted(1, Phase::Init, 64)])));
     eventually("both are there", || (told(&process) == [other, (own, "created")]).then_some(()));
     assert_eq!(told_of(&process, false), [], "neither was used since");
-    assert!(process.open_replica(1).is_some());
+    let session = process.session(1);
+    assert!(session.is_some());
     assert_eq!(told_of(&process, false).last(), Some(&(own, "open")));
+    drop(session);
     assert_eq!(told(&process)[0], other);
     process.stop();
 }
