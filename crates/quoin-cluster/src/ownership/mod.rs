@@ -7,13 +7,13 @@
 //! | a target is granted an epoch | [`epochs::acquire`] |
 //! | a target swaps the membership, also where it did so already | [`epochs::swap`] |
 //! | grants are taken back: a record does so | [`grants::fence`]; whose and when: [`fencing`], and after each change [`change::complete`] |
-//! | grants are taken back: each pool refuses them once it has its orders | `Replica::fence` of `quoin-replication` |
+//! | grants are taken back: each pool refuses them once it has its orders | `Replica::fence` (`quoin-replication/src/replica/fence.rs`) |
 //! | a node attaches a volume, alone or beside others | [`attachment::attach`], [`sharing::check_beside`] |
 //! | a node detaches; a volume is taken from a node that is lost | [`attachment::detach`], [`attachment::take_over`] |
 //! | a node counts as lost | [`liveness::check_silent`] |
 //! | the device of a volume on a node is out of use | [`devices::check_unused`] |
 //! | the target of a shared volume moves; a detached volume has a lent target | [`failover::is_due`], [`failover::next_node`], [`lending::lend`] |
-//! | which node replays a file system's journal (a write that is sent again is the core's: `ClientTable::judge`) | [`replay::due`], [`replay::confirm`] |
+//! | which node replays a file system's journal (a write that is sent again is the core's: `ClientTable::judge`) | [`replay::of_new`], [`replay::take_from`], [`replay::hand_on`]; [`replay::confirm`] |
 //! | a replica joins, leaves, is discarded; the last copy does not leave | [`replicas::newcomer`], [`replicas::leave`], [`replicas::discard`] |
 //! | what becomes of replicas that pools made, lost or deleted | [`lifecycle::step`] |
 //! | a volume goes on with the replicas that are left | [`recovery::check`], [`recovery::reduce`] |
