@@ -175,7 +175,7 @@ impl History {
                 // A write that was answered and is lost comes back where the target that answered
                 // it lives: it writes again what it still has.
                 if let Draft::Write { sector, sectors, .. } = op.draft
-                    && op.targets.contains(&serving)
+                    && op.targets.last() == Some(&serving)
                 {
                     let (first, last) = blocks_of(sector, sectors);
                     let held: Vec<u64> = (first..=last).filter(|b| holds(op.tag, *b)).collect();

@@ -100,8 +100,11 @@ fn stored(actions: &[Action]) -> Option<&Record> {
 }
 
 fn is_dropped(actions: &[Action]) -> bool {
-    let is_drop = |action: &Action| matches!(action, Action::Member { order: Order::Drop(point), .. } if *point == POINT);
-    actions.iter().any(is_drop)
+    let order = |action: &Action| match action {
+        Action::Member { order, .. } => Some(*order),
+        _ => None,
+    };
+    actions.iter().filter_map(order).any(|order| order == Order::Drop(POINT))
 }
 
 #[test]

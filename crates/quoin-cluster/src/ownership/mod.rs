@@ -16,7 +16,7 @@
 //! | which node replays a file system's journal (a write that is sent again is the core's: `ClientTable::judge`) | [`replay::of_new`], [`replay::take_from`], [`replay::hand_on`]; [`replay::confirm`] |
 //! | a replica joins, leaves, is discarded; the last copy does not leave | [`replicas::newcomer`], [`replicas::leave`], [`replicas::discard`] |
 //! | what becomes of replicas that pools made, lost or deleted | [`lifecycle::step`] |
-//! | a volume goes on with the replicas that are left | [`recovery::check`], [`recovery::reduce`] |
+//! | a volume that lost replicas goes on with the others | [`recovery::check`], [`recovery::reduce`] |
 //!
 //! Join tokens are [`crate::tokens`]; records that are made from pools are [`crate::records_rebuild`].
 

@@ -60,7 +60,7 @@ async fn each_condition_has_its_entry_until_it_is_over_and_a_worse_one_hides_non
         assert!(!condition.action.is_empty() && condition.way_out.contains("`quoin "));
     }
     for (kind, reason) in [("room", "PoolsFull"), ("records", "RecordsBehind")] {
-        // All its replicas are there, and nobody gets at it.
+        // Its replicas are all there, and no node can reach it.
         cluster.reports("db", "waiting", waiting(kind, "in-sync")).await;
         let shown = cluster.shown("db");
         assert!(reasons(&shown).contains(&(reason, Severity::Inaccessible)), "{shown:?}");

@@ -936,6 +936,15 @@ mod tests {
         }
     }
 
+    /// Segments with a number whose blocks are live, and units of no segment.
+    fn named_and_free(replica: &Replica) -> (Vec<SegmentState>, Vec<u32>) {
+        let segments = &replica.family.segments;
+        let named = |s: &SegmentState| s.logical != 0 && s.live_bytes > 0;
+        let is_free = |unit: &u32| segments.containing(*unit).is_none();
+        let named = segments.settled().filter(named).collect();
+        (named, (0..1000).filter(is_free).collect())
+    }
+
     /// Power took the record of a segment, and its number was given again. Its header is still there.
     #[test]
     fn a_stale_header_takes_no_number_whose_blocks_are_known() {
@@ -943,11 +952,7 @@ mod tests {
         let mut writer = Writer::new(&disk);
         writer.live(300);
         let guid = ReplicaIdentity::default().guid;
-        let named = |s: &SegmentState| s.logical != 0 && s.live_bytes > 0;
-        let segments = &writer.replica().family.segments;
-        let named: Vec<SegmentState> = segments.settled().filter(named).collect();
-        let is_free = |unit: &u32| segments.containing(*unit).is_none();
-        let free: Vec<u32> = (0..1000).filter(is_free).collect();
+        let (named, free) = named_and_free(writer.replica());
         disk.power_cut(|| true);
         let mut tried = 0;
         for state in named.iter().step_by(named.len() / 8 + 1) {
@@ -981,11 +986,7 @@ mod tests {
         let mut writer = Writer::new(&disk);
         writer.live(300);
         let guid = ReplicaIdentity::default().guid;
-        let segments = &writer.replica().family.segments;
-        let named = |s: &SegmentState| s.logical != 0 && s.live_bytes > 0;
-        let named: Vec<SegmentState> = segments.settled().filter(named).collect();
-        let is_free = |unit: &u32| segments.containing(*unit).is_none();
-        let free: Vec<u32> = (0..1000).filter(is_free).collect();
+        let (named, free) = named_and_free(writer.replica());
         disk.power_cut(|| true);
         let mut tried = 0;
         for state in named.iter().step_by(named.len() / 8 + 1) {
