@@ -447,6 +447,29 @@ fn counters_after_deleted_snapshots_are_those_of_a_count_of_all_views() {
     }
 }
 
+/// Nothing dies here but nodes that a fold replaces, so nothing may look dead when the count ends.
+#[test]
+fn log_that_is_folded_beside_a_count_keeps_its_counter() {
+    common::break_a_rule();
+    const NODES: u64 = 64 << 10;
+    for steps in 1..30 {
+        let (disk, mut pool) = new_pool_with(24 << 20, common::short_steps());
+        pool.create(identity(GUID), ReplicaMeta::default(), 4096).expect("room");
+        let mut volume = Volume { disk, pool, chain: Chain(0), lsn: 0 };
+        volume.append(&EntryKind::Write, (1600..3200).step_by(16), 16);
+        volume.has_to_count();
+        // These lie before the place that the count reaches, and are folded behind its back.
+        volume.append(&EntryKind::Write, (0..800).step_by(16), 16);
+        for _ in 0..steps {
+            volume.pool.background(1).expect("background work");
+        }
+        volume.pool.settle().expect("folded and recorded");
+        let live = |pool: &Pool<MemoryDisk>| pool.replica_stats(GUID).expect("it").live_bytes;
+        let folded = live(&volume.pool);
+        volume.work(|pool| assert!(live(pool) + NODES > folded, "{} of {folded}", live(pool)));
+    }
+}
+
 /// A block that a Revert brought back has another version than in the snapshot, and counts for each.
 #[test]
 fn a_block_that_a_revert_brought_back_outlives_its_snapshot() {
