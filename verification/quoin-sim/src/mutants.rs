@@ -329,6 +329,7 @@ pub const ALL: &[Defect] = &[
     mirror("final-point-not-cut-again-where-it-is-ahead", Swarm::Failovers),
     mirror("former-final-point-believed", Swarm::Restored),
     mirror("dropped-point-waited-for", Swarm::Restored),
+    mirror("dropped-before-its-pools-have-the-role", Swarm::Restored),
     mirror("resync-of-the-peer-waited-for", Swarm::Failovers),
     mirror("stream-begins-behind-what-its-target-has", Swarm::Restored),
     mirror("yield-of-another-claim-believed", Swarm::Mirrors),

@@ -140,7 +140,8 @@ impl Brain {
         }
     }
 
-    /// Drops what was cut before the last common point. Nothing that is newer, whatever the record says of it.
+    /// Drops what was cut before the last common point. Nothing that is newer, whatever the record says of it, and
+    /// nothing before pools have the role: a record of before that a recovery finds with theirs may need it.
     fn unpin(&self, seen: &Observed, orders: &mut Vec<Order>) {
         let record = &self.record;
         let is_at_rest = matches!(record.role, Role::Primary | Role::Secondary);
@@ -148,7 +149,10 @@ impl Brain {
             record.points.offered.filter(|_| mutant::is("unpinned-before-the-peer-recorded"));
         let common = offered.or(record.points.common);
         let place = seen.points.iter().position(|point| Some(*point) == common);
-        let Some(place) = place.filter(|_| is_at_rest && !record.is_unsure) else { return };
+        let is_kept = self.pools_have_it() || mutant::is("dropped-before-its-pools-have-the-role");
+        let Some(place) = place.filter(|_| is_at_rest && is_kept && !record.is_unsure) else {
+            return;
+        };
         for point in &seen.points[..place] {
             let is_kept = record.kept().any(|kept| kept == *point) && offered.is_none();
             if !is_kept {

@@ -181,6 +181,22 @@ fn cuts_of_a_point_that_another_life_named_are_dropped_once_it_is_recorded_as_gi
 }
 
 #[test]
+fn a_point_that_records_of_before_may_need_is_kept_until_pools_have_the_role() {
+    break_a_rule();
+    let common = PointId(10);
+    let points = Points { common: Some(common), ..Points::default() };
+    let record = Record { points, ..primary() };
+    let mut brain = Brain::new(now(0), record.clone(), 1);
+    let held = seen(1, &record, &[POINT, common]);
+    let (mut out, untold) = (Vec::new(), Observed { keepsake: None, ..(*held).clone() });
+    brain.on(now(1), Event::Observed(VOLUME, Box::new(untold)), &mut out);
+    assert!(!is_dropped(&out), "its pools have not heard of the role");
+    out.clear();
+    brain.on(now(2), Event::Observed(VOLUME, Box::new(Observed { serial: 2, ..*held })), &mut out);
+    assert!(is_dropped(&out));
+}
+
+#[test]
 fn a_member_is_whole_once_all_that_it_took_is_stable() {
     break_a_rule();
     let member = Observed { taken_to: 8, stable_to: 7, is_fed: true, ..*seen(1, &primary(), &[]) };
