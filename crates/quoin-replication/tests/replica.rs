@@ -2,7 +2,7 @@
 
 use crate::one_replica::*;
 use bytes::Bytes;
-use quoin_replication::replica::store::{ReplicaStore, StoreError};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_replication::replica::{LEASE_MS, ReplicaEvent, granted_lease};
 use quoin_store::ReplicaPool;
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
@@ -335,6 +335,33 @@ fn a_newer_membership_is_kept_whether_an_open_or_a_view_says_it() {
     };
     assert_eq!(append_view(&mut one, 4, 2, &[OWN]), (4, 2, vec![OWN]));
     assert_eq!(append_view(&mut one, 3, 1, &newer.known), (4, 2, vec![OWN]), "an older one");
+}
+
+/// The target counts on a newcomer's quorum once the first View is durable there. A slow disk takes it
+/// together with the one that leaves the newcomer out.
+#[test]
+fn a_view_that_lists_a_replica_turns_its_quorum_on_also_where_the_next_one_comes_with_it() {
+    let mut one = One::new();
+    let off = ReplicaMeta { quorum: false, ..one.pool.replica(OWN.guid).unwrap().meta().clone() };
+    one.pool.replica(OWN.guid).unwrap().put_meta(off).unwrap();
+    let session = key(5, 1, 1);
+    assert!(!one.opened(session).quorum);
+    one.feed(session);
+    let rule = entry::Rule { membership_version: 1, rf: 2, cf: 2, known: membership().known };
+    let mut chain = one.pool.replica(OWN.guid).unwrap().state().chain;
+    let mut lsn = one.position().lsn;
+    let views = [vec![OWN], vec![rule.known[1]]].map(|in_sync| {
+        lsn = lsn.next();
+        let view = View { in_sync, rule: rule.clone(), ..View::default() };
+        let (position, kind) =
+            (Position { epoch: Epoch(5), lsn }, EntryKind::View(Box::new(view)));
+        let entry = Entry::after(chain, position, kind, 0, 0, Bytes::new(), false);
+        chain = entry.chain;
+        Arc::new(entry)
+    });
+    let (entries, stable) = (views.to_vec(), Lsn(0));
+    one.send(session, ToReplica::Append { entries, stable, sync: false, ping: Ping(9) });
+    assert!(one.pool.replica(OWN.guid).unwrap().meta().quorum);
 }
 
 /// Slots that mend a map are below it from then on: they must match the request, and be complete.

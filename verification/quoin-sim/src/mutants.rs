@@ -152,6 +152,7 @@ pub const ALL: &[Defect] = &[
     core("read-at-commit-under-media", Swarm::PowerCuts).like("read-at-commit-under-media"),
     core("cache-to-media-acknowledged-at-commit", Swarm::PowerCuts),
     core("shown-under-cache-not-owed", Swarm::Blackouts),
+    core("newest-view-of-an-append-alone", Swarm::Members),
     core("older-options-come-back", Swarm::Takeovers),
     core("options-in-force-while-opening", Swarm::Takeovers),
     core("copies-of-cut-entries-asked-for", Swarm::Hosts),

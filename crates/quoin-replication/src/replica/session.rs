@@ -475,7 +475,7 @@ impl Session {
         let mut position = state.position;
         let mut chain = state.chain;
         let mut blocks = state.volume_blocks;
-        let mut views: Option<&View> = None;
+        let mut views = Vec::<&View>::new();
         // Under `durability: media` the store may hold the batch back until the sync.
         let media = matches!(
             state.last_view, Some((_, ref view)) if view.durability == Durability::Media
@@ -507,7 +507,7 @@ impl Session {
             match &entry.kind {
                 EntryKind::Resize { blocks: to } => blocks = *to,
                 EntryKind::View(view) if entry.lsn > tip || mutant::is("old-view-teaches") => {
-                    views = Some(view);
+                    views.push(view);
                 }
                 _ => {}
             }
@@ -523,11 +523,13 @@ impl Session {
             Err(error) if error.is_lack_of_room() => {
                 let applied = store.state().position.lsn;
                 self.barriers.retain(|lsn| *lsn <= applied);
-                let taken = entries.iter().take_while(|e| e.lsn <= applied);
-                views = taken.fold(None, |newest, e| match &e.kind {
-                    EntryKind::View(view) if e.lsn > tip => Some(view),
-                    _ => newest,
-                });
+                let taken = entries.iter().filter(|e| e.lsn > tip && e.lsn <= applied);
+                views = taken
+                    .filter_map(|entry| match &entry.kind {
+                        EntryKind::View(view) => Some(&**view),
+                        _ => None,
+                    })
+                    .collect();
                 self.applied = applied;
                 if !std::mem::replace(&mut self.full, true) {
                     let of_ring = error == StoreError::RingFull;
@@ -538,8 +540,8 @@ impl Session {
             }
             Err(error) => return Err(error.into()),
         }
-        if let Some(view) = views {
-            self.learn(view, boot, continuous, store)?;
+        if !views.is_empty() {
+            self.learn(&views, boot, continuous, store)?;
         }
         if durable_first {
             self.sync_now(store);
@@ -547,31 +549,34 @@ impl Session {
         Ok(media)
     }
 
-    /// Adopts a View of this session: it makes the replica continuous (everything before it is
-    /// durable once the View is). A View that lists the replica turns its quorum on.
+    /// Adopts Views of this session, oldest first: they make the replica continuous (everything
+    /// before them is durable once they are). One that lists the replica turns its quorum on, also
+    /// where a later one leaves it out: the primary counts on that once the first is durable here.
     fn learn(
         &mut self,
-        view: &View,
+        views: &[&View],
         boot: BootCookie,
         continuous: &mut bool,
         store: &mut dyn ReplicaStore,
     ) -> Result<(), Fault> {
         let identity = store.identity();
         let own = Member { id: identity.replica, guid: identity.guid };
-        let listed = view.in_sync.contains(&own)
-            && std::iter::once(&view.rule).chain(&view.joint).any(|rule| rule.known.contains(&own));
         let meta = store.meta();
         let mut next = meta.clone();
         next.cookie = boot;
-        if listed {
-            next.quorum = true;
-            next.damaged = false;
-        }
-        if view.rule.membership_version > next.membership.version {
-            next.membership.version = view.rule.membership_version;
-            next.membership.rf = view.rule.rf;
-            next.membership.cf = view.rule.cf;
-            next.membership.known.clone_from(&view.rule.known);
+        let alone = if mutant::is("newest-view-of-an-append-alone") { views.len() - 1 } else { 0 };
+        for view in &views[alone..] {
+            let mut rules = std::iter::once(&view.rule).chain(&view.joint);
+            if view.in_sync.contains(&own) && rules.any(|rule| rule.known.contains(&own)) {
+                next.quorum = true;
+                next.damaged = false;
+            }
+            if view.rule.membership_version > next.membership.version {
+                next.membership.version = view.rule.membership_version;
+                next.membership.rf = view.rule.rf;
+                next.membership.cf = view.rule.cf;
+                next.membership.known.clone_from(&view.rule.known);
+            }
         }
         *continuous = true;
         if mutant::is("old-view-teaches") {
