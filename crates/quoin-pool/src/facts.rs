@@ -116,10 +116,9 @@ impl PoolFacts for quoin_store::model::ModelPool {
 
 impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     fn space(&self) -> Space {
-        let stats = self.stats();
         Space {
-            capacity_bytes: stats.size_bytes,
-            used_bytes: stats.used_bytes,
+            capacity_bytes: self.capacity_bytes(),
+            used_bytes: self.used_bytes(),
             free_bytes: self.granted_bytes(),
         }
     }

@@ -265,13 +265,29 @@ impl<D: Disk> Pool<D> {
         self.core.disk.syncer()
     }
 
+    fn unit_bytes(&self) -> u64 {
+        u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64
+    }
+
+    /// Bytes of all units.
+    pub fn capacity_bytes(&self) -> u64 {
+        u64::from(self.core.allocator.units()) * self.unit_bytes()
+    }
+
+    /// Bytes of units that are taken.
+    pub fn used_bytes(&self) -> u64 {
+        let allocator = &self.core.allocator;
+        u64::from(allocator.units() - allocator.free_units()) * self.unit_bytes()
+    }
+
+    /// All figures. It walks all replicas.
     pub fn stats(&self) -> PoolStats {
-        let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        let unit = self.unit_bytes();
         let allocator = &self.core.allocator;
         PoolStats {
-            size_bytes: u64::from(allocator.units()) * unit,
+            size_bytes: self.capacity_bytes(),
             free_bytes: u64::from(allocator.free_for_clients()) * unit,
-            used_bytes: u64::from(allocator.units() - allocator.free_units()) * unit,
+            used_bytes: self.used_bytes(),
             reserve_bytes: u64::from(allocator.reserve_units) * unit,
             replicas: self.replicas.values().filter(|r| !creation::is_remnant(r)).count(),
             starts: self.starts(),
@@ -286,10 +302,9 @@ impl<D: Disk> Pool<D> {
 
     pub fn replica_stats(&self, guid: ReplicaGuid) -> Option<ReplicaStats> {
         let replica = self.replicas.get(&guid)?;
-        let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
         let segments = &replica.family.segments;
         Some(ReplicaStats {
-            allocated_bytes: segments.units() * unit,
+            allocated_bytes: segments.units() * self.unit_bytes(),
             live_bytes: segments.live_bytes(),
             log_bytes: replica.log.bytes,
             snapshots: replica.snapshots.len(),
@@ -457,7 +472,7 @@ impl<D: Disk> Pool<D> {
     pub fn granted_bytes(&self) -> u64 {
         let free = self.core.allocator.free_for_clients() + 1;
         let units = free.saturating_sub(scheduler::short_below_units(self));
-        u64::from(units) * u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64
+        u64::from(units) * self.unit_bytes()
     }
 
     /// Looks whether the file system below is short of room, or has it again.
