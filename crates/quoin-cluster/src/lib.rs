@@ -18,3 +18,12 @@ pub mod tokens;
 pub mod wall_clock;
 
 pub use refusal::Refusal;
+
+/// Breaks the rule that `cargo xtask mutants` named for this run, on this test's thread.
+#[cfg(test)]
+fn break_a_rule() {
+    #[cfg(feature = "mutants")]
+    if let Ok(name) = std::env::var("QUOIN_MUTANT") {
+        quoin_types::mutant::set(Some(name.leak()));
+    }
+}

@@ -85,6 +85,7 @@ pub const ALL: &[Defect] = &[
     core("one-pool-rules-over-others", Swarm::Control),
     core("numbers-of-one-pool-believed", Swarm::Control),
     core("holder-kept-over-a-recovery", Swarm::Control),
+    core("grants-of-before-a-recovery-forgotten", Swarm::Control),
     core("tokens-taken-in-doubt", Swarm::Control),
     core("tokens-kept-over-a-recovery", Swarm::Control),
     core("given-up-while-pools-are-away", Swarm::Control),

@@ -120,8 +120,8 @@ impl Feed {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::break_a_rule;
     use super::*;
+    use crate::break_a_rule;
     use quoin_types::ids::PointId;
 
     const TRANSFER: Transfer = Transfer { point: PointId(2), base: Some(PointId(1)) };

@@ -82,8 +82,8 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::break_a_rule;
     use super::*;
+    use crate::break_a_rule;
 
     /// Exchanges messages until both have opened.
     fn meet(a: &mut Session, b: &mut Session) {

@@ -10,19 +10,12 @@ use super::record::{Parameters, Points};
 use super::session::Session;
 use super::word::Message;
 use super::*;
+use crate::break_a_rule;
 
 const GROUP: GroupId = GroupId(1);
 const CLUSTERS: [ClusterId; 2] = [ClusterId(1), ClusterId(2)];
 const VOLUME: VolumeId = VolumeId(5);
 const POINT: PointId = PointId(9);
-
-/// Breaks the rule that `cargo xtask mutants` named for this run, on this test's thread.
-pub(super) fn break_a_rule() {
-    #[cfg(feature = "mutants")]
-    if let Ok(name) = std::env::var("QUOIN_MUTANT") {
-        quoin_types::mutant::set(Some(name.leak()));
-    }
-}
 
 fn now(seconds: u64) -> Now {
     let time = Time::ZERO + Duration::from_secs(seconds);

@@ -146,7 +146,9 @@ pub fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Resul
         }
         let is_another = !is_lent || mutant::is("use-begins-with-an-epoch-of-nobody");
         let epoch = volume.opened.epoch;
-        let since_epoch = epoch + u64::from(is_another);
+        // The next one that can be granted. It says in which term the use began.
+        let next = term.next_epoch(volume.epoch()).map_or(epoch + 1, |next| next.0);
+        let since_epoch = if is_another { next } else { epoch };
         match is_shared {
             true => volume.used.begin_shared(since_epoch, epoch),
             false => volume.used.begin(&publish.node, since_epoch, epoch),

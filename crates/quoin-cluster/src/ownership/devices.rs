@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use quoin_types::{Time, VolumeId, mutant};
+use quoin_types::{Epoch, Term, Time, VolumeId, mutant};
 
 use crate::Refusal;
 use crate::records::VolumeRecord;
@@ -43,6 +43,18 @@ pub struct NodeReports<'a> {
     pub devices: &'a [DeviceSeen],
 }
 
+/// Returns true if the node may have been granted an epoch that the record lacks: neither its use nor the
+/// last epoch is of the present term, and records that were recovered do not know of what was granted last
+/// before that.
+fn may_lack_a_grant(volume: &VolumeRecord, node: &str, term: Term) -> bool {
+    let is_of_before = |epoch: u64| Epoch(epoch).term_number() < term.number;
+    let since = volume.used.since_of(node);
+    since != 0
+        && is_of_before(since)
+        && is_of_before(volume.opened.epoch)
+        && !mutant::is("grants-of-before-a-recovery-forgotten")
+}
+
 /// Refuses to detach a volume from a node that uses it, or may use it without having reported that.
 /// `offline_after`: reports that are older say nothing.
 ///
@@ -53,7 +65,7 @@ pub fn check_unused(
     on: &str,
     reports: NodeReports<'_>,
     offline_after: Duration,
-    now: Time,
+    (term, now): (Term, Time),
 ) -> Result<(), Refusal> {
     let name = &volume.spec.name;
     let is_there = reports.is_online;
@@ -76,7 +88,8 @@ pub fn check_unused(
     // at another one, or has what it opened before its grant was taken back: it was cut off, or was
     // detached just as a program opened the device, and attached once more.
     let is_cut = was_opened_by(volume, on) && !mutant::is("node-that-was-cut-off-detached");
-    if !volume.may_be_held_by(on) && !volume.used.is_shared() && !is_cut {
+    let may_be_open = volume.may_be_held_by(on) || may_lack_a_grant(volume, on, term);
+    if !may_be_open && !volume.used.is_shared() && !is_cut {
         return Ok(());
     }
     let since = |last: Option<Time>| match last {
@@ -102,9 +115,10 @@ pub fn check_unused(
 
 #[cfg(test)]
 mod tests {
-    use quoin_types::Term;
+    use quoin_types::TermId;
 
     use super::*;
+    use crate::ownership::attachment::{self, Publish};
     use crate::ownership::fencing;
     use crate::ownership::grants::fence;
 
@@ -117,8 +131,9 @@ mod tests {
         let reports =
             NodeReports { is_online: false, last: None, devices_told: None, devices: &[] };
         let (after, now) = (Duration::from_secs(3), Time::from_millis(1000));
+        let at = (Term::default(), now);
         let refused =
-            |volume: &VolumeRecord| check_unused(volume, "node-1", reports, after, now).is_err();
+            |volume: &VolumeRecord| check_unused(volume, "node-1", reports, after, at).is_err();
         assert!(refused(&volume), "it has the grant");
         let mut detached = volume.clone();
         fencing::of_node(&mut volume, "node-1", false, Term::default()).unwrap();
@@ -129,6 +144,33 @@ mod tests {
         // Attached for a use of its own that never began.
         volume.used.begin("node-2", volume.opened.epoch + 1, volume.opened.epoch);
         volume.attachments[0].node = "node-2".to_owned();
-        assert!(check_unused(&volume, "node-2", reports, after, now).is_ok());
+        assert!(check_unused(&volume, "node-2", reports, after, at).is_ok());
+    }
+
+    /// A node was attached before the records were copied, and granted an epoch after that.
+    #[test]
+    fn a_silent_node_keeps_what_it_may_have_been_granted_before_the_records_were_recovered() {
+        crate::break_a_rule();
+        let mut volume = crate::records::recorded::volume();
+        (volume.opened, volume.grants) = Default::default();
+        (volume.attachments, volume.used) = Default::default();
+        let attach = |volume: &mut VolumeRecord, term| {
+            let publish = Publish { node: "node-1".to_owned(), ..Publish::default() };
+            attachment::attach(volume, &publish, term).unwrap();
+        };
+        let mut before = volume.clone();
+        attach(&mut before, Term::default());
+        let reports =
+            NodeReports { is_online: false, last: None, devices_told: None, devices: &[] };
+        let refused = |volume: &VolumeRecord, term| {
+            let at = (term, Time::from_millis(1000));
+            check_unused(volume, "node-1", reports, Duration::from_secs(3), at).is_err()
+        };
+        assert!(!refused(&before, Term::default()), "nobody has opened it");
+        let term = Term { number: 1, id: TermId(5) };
+        assert!(refused(&before, term));
+        // Attached since: whatever was granted is in the record.
+        attach(&mut volume, term);
+        assert!(!refused(&volume, term));
     }
 }

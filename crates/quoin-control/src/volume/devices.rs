@@ -150,6 +150,7 @@ impl Devices {
             devices_told: seen.and_then(|seen| Some(time::of(seen.devices.as_ref()?.told))),
             devices: seen.map_or(&[], NodeSeen::devices),
         };
-        Ok(devices::check_unused(volume, on, reports, after, time::now())?)
+        let at = (self.state.term(), time::now());
+        Ok(devices::check_unused(volume, on, reports, after, at)?)
     }
 }

@@ -106,7 +106,7 @@ impl Cluster {
             devices: told.map_or(&[], |(_, devices)| devices),
         };
         let now = time(self.schedule.now());
-        devices::check_unused(volume, on, reports, OFFLINE_AFTER, now)
+        devices::check_unused(volume, on, reports, OFFLINE_AFTER, (self.term, now))
     }
 
     /// Users and orchestrators ask for something.

@@ -6,7 +6,7 @@ use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::disk::fetch::{Fetch, Owner};
 use quoin_types::message::{Failure, FromReplica, Ping, RoomGrant, ToReplica};
-use quoin_types::{Epoch, Member, SessionKey, Time};
+use quoin_types::{Epoch, Member, Position, SessionKey, Time};
 
 use super::checkers::{Connected, Observation};
 use super::health::Health;
@@ -104,12 +104,12 @@ impl World {
         let local = self.local(host);
         let mut replica = None;
         let mut promised = Epoch::ZERO;
-        let mut state = String::new();
+        let mut position = Position::default();
         if !gone {
             self.pools[pool].storage.with(guid, &mut |store| {
                 replica = Some(Replica::new(local, boot, &*store));
                 promised = store.meta().promised;
-                state = format!("{:?} of {:?}", store.state().position, store.meta().promised);
+                position = store.state().position;
             });
             if replica.is_none()
                 && self.checkers.assertions.has_answered(pool, guid)
@@ -131,7 +131,14 @@ impl World {
         }
         let has_replica = replica.is_some();
         self.observe(&Observation::PoolStarts { pool, promised, has_replica });
-        self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
+        if has_replica {
+            self.operators.recovery.starts_at(pool, position);
+        }
+        self.trace.line(now, || {
+            let state =
+                if has_replica { format!("{position:?} of {promised:?}") } else { String::new() };
+            format!("pool {pool} starts (life {life}) {state}")
+        });
         self.pools[pool].process = Some(Process {
             replica,
             timer: None,

@@ -102,6 +102,16 @@ impl Recovery {
         }
     }
 
+    /// A pool that was kept starts again at this position. What it had appended as the change was forced, and
+    /// not acknowledged, may have been in its memory alone; that it lost nothing of what it acknowledged is
+    /// checked with its next answer.
+    pub fn starts_at(&mut self, pool: usize, position: Position) {
+        let kept = self.forced.iter_mut().flat_map(|forced| &mut forced.kept);
+        for (_, at) in kept.filter(|(kept, _)| *kept == pool) {
+            *at = position.min(*at);
+        }
+    }
+
     /// Returns true if this one may hold, and call stable, what was given up: it was not one of
     /// those that were kept, as a newcomer on its way in. It is damaged then, and copied anew.
     pub fn may_hold_what_is_lost(&self, member: Member) -> bool {

@@ -22,6 +22,8 @@ pub(crate) struct Durability {
     owed: FixedMap<Seen, Owed>,
     /// Acknowledged and not flushed: tag and instant.
     unflushed: Vec<(Tag, u64)>,
+    /// Blocks of them that a permitted loss took.
+    lost: BTreeSet<(Tag, u64)>,
     /// The newest epoch that ever served, and by which life of which target.
     served: (Epoch, usize, u32),
     /// The newest epoch that served after giving up unflushed data.
@@ -185,13 +187,18 @@ impl Durability {
         let result = scene.history.cut(image, serving, over, holds);
         self.owed.retain(|seen, _| lineage.is_on(path, *seen));
         // Lost entries are lost: only the entries of this history can still be flushed.
-        let history = &scene.history;
-        self.unflushed.retain(|(tag, _)| match history.op(*tag).draft {
-            Draft::Write { sector, sectors, .. } => {
-                let (first, last) = blocks_of(sector, sectors);
-                (first..=last).any(|b| lineage.carrier_on(path, *tag, b).is_some())
+        let (history, lost) = (&scene.history, &mut self.lost);
+        self.unflushed.retain(|(tag, _)| {
+            let Draft::Write { sector, sectors, .. } = history.op(*tag).draft else { return false };
+            let (first, last) = blocks_of(sector, sectors);
+            let is_lost = |block: &u64| lineage.carrier_on(path, *tag, *block).is_none();
+            let gone: Vec<u64> = (first..=last).filter(is_lost).collect();
+            let stays = (gone.len() as u64) < last - first + 1;
+            // A long write is several entries, of which a part may be left.
+            if stays {
+                lost.extend(gone.into_iter().map(|block| (*tag, block)));
             }
-            _ => false,
+            stays
         });
         result.or_else(|unlinear| broken("Linearizable", unlinear.story))
     }
@@ -376,6 +383,9 @@ impl Durability {
         let mut highest = Lsn::ZERO;
         for block in first..=last {
             let Some(seen) = scene.lineage.carrier_on(path, tag, block) else {
+                if self.lost.remove(&(tag, block)) {
+                    continue;
+                }
                 let detail = format!("op {tag} was acknowledged: block {block} was never sent");
                 return broken("OnlyCounted", detail);
             };
