@@ -30,7 +30,7 @@ const REQUEST_BYTES_MAX: usize = 8 << 10;
 pub struct Lifetimes {
     /// Lifetime of the authority's own certificate.
     pub authority: Duration,
-    /// Lifetime of a certificate of a controller, pool, node or admin; renewed at two thirds.
+    /// Lifetime of a certificate of a controller, pool, node, admin or mirror; renewed at two thirds.
     pub holder: Duration,
 }
 

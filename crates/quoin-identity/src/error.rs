@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use quoin_types::Term;
 
-use crate::{Role, clock};
+use crate::{ClusterId, Role, clock};
 
 /// An identity, a certificate, a token or a secured connection that violates a rule.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +39,7 @@ pub enum Error {
     #[error("{name:?} is not a name for a {what}: {rule}")]
     Name { what: &'static str, name: String, rule: &'static str },
 
-    #[error("{0:?} is not a role; roles are controller, pool, node and admin")]
+    #[error("{0:?} is not a role; roles are controller, pool, node, admin and mirror")]
     Role(String),
 
     #[error(
@@ -47,6 +47,24 @@ pub enum Error {
          or make another one"
     )]
     Token(&'static str),
+
+    #[error(
+        "this is not a pair token ({0}): copy the whole text, as `quoin mirror invite` printed it, \
+         or make another one"
+    )]
+    PairToken(&'static str),
+
+    #[error(
+        "a pair token has 1 to {addresses_max} addresses, each host:port in at most {bytes_max} bytes: \
+         {reason}"
+    )]
+    PairAddresses { addresses_max: usize, bytes_max: usize, reason: String },
+
+    #[error("cluster {cluster} is not trusted so: {reason}")]
+    Trust { cluster: ClusterId, reason: String },
+
+    #[error("no connection with the mirror at {address}: {reason}")]
+    Mirror { address: String, reason: String },
 
     #[error("epoch grant refused: {0}")]
     Grant(String),

@@ -103,6 +103,11 @@ impl Identity {
         tls::client(&self.0.shared, expected).map(Arc::new)
     }
 
+    /// Returns what handshakes use at each moment.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0.shared
+    }
+
     /// Verifies a chain (the holder's certificate first) against this cluster's authorities.
     pub fn holder_of(&self, chain: &[CertificateDer<'_>]) -> Result<Peer, Error> {
         Ok(self.0.shared.get().holder_of(chain)?)

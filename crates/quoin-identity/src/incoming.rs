@@ -38,7 +38,8 @@ use crate::{Peer, key_hash_of, peer_of};
 pub enum Caller {
     /// Connected over a unix socket: the file's permissions let it in.
     Local,
-    /// Connected over TLS with a verified certificate of this cluster.
+    /// Connected over TLS with a verified certificate of this cluster, or of a trusted one at a mirror's
+    /// port for other clusters.
     Member(Member),
     /// Connected over TLS without a certificate.
     Newcomer,

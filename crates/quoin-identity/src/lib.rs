@@ -21,6 +21,9 @@
 //!   a running process, opens gRPC [`Identity::channel`]s, renews itself.
 //! * [`Authority`] is the controller's side: it issues certificates, and can be rotated with IO
 //!   running.
+//! * [`TrustedPeers`] has the authorities and keys of other clusters' mirrors, and [`foreign`] makes
+//!   connections with them. A mirror alone trusts another cluster's authority.
+//! * [`PairToken`] is given by hand to another cluster, before the two trust each other.
 //! * [`Grant`] is signed by a controller for a target, and verified by a pool.
 //! * [`Terms`] stores the highest known term of a controller; [`TermChannel`] refuses the answers
 //!   of a former one.
@@ -35,10 +38,12 @@ mod contact;
 pub mod convert;
 mod error;
 mod files;
+pub mod foreign;
 mod grant;
 mod identity;
 mod incoming;
 mod join;
+mod pair_token;
 mod peer;
 mod shares;
 mod signed;
@@ -46,6 +51,7 @@ mod term_channel;
 mod terms;
 mod tls;
 mod token;
+mod token_parts;
 
 pub use authority::{Authority, Issued, Lifetimes, key_hash_of, key_hash_of_request};
 pub use channel::{SourceAddress, unix_channel, unix_incoming};
@@ -53,10 +59,12 @@ pub use clock_difference::{ClockDifference, show_time};
 pub use contact::{Contact, is_member_removed, mark_removed};
 pub use error::Error;
 pub use files::{make_dir, write_private};
+pub use foreign::TrustedPeers;
 pub use grant::Grant;
 pub use identity::{Identity, valid_until};
 pub use incoming::{Caller, Connection, IncomingLimits, Member, PeerStream, serve_incoming};
 pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
+pub use pair_token::PairToken;
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
 pub use shares::{NoSlot, Shares, Slot};
 pub use term_channel::{TermChannel, mark_as_not_ruling, show_term, shown_term};

@@ -41,6 +41,8 @@ pub enum Role {
     Node,
     /// A user or automation on another host.
     Admin,
+    /// Copies volumes to and from another cluster.
+    Mirror,
 }
 
 impl Role {
@@ -50,6 +52,7 @@ impl Role {
             Role::Pool => "pool",
             Role::Node => "node",
             Role::Admin => "admin",
+            Role::Mirror => "mirror",
         }
     }
 }
@@ -68,6 +71,7 @@ impl FromStr for Role {
             "pool" => Ok(Role::Pool),
             "node" => Ok(Role::Node),
             "admin" => Ok(Role::Admin),
+            "mirror" => Ok(Role::Mirror),
             other => Err(Error::Role(other.to_owned())),
         }
     }
@@ -156,6 +160,16 @@ mod tests {
     fn a_uri_is_parsed_to_the_peer_it_was_made_from() {
         let peer = Peer::new(ClusterId(7), Role::Pool, "pool-1.rack-2").unwrap();
         assert_eq!(Peer::from_uri(&peer.uri()).unwrap().unwrap(), peer);
+    }
+
+    #[test]
+    fn every_role_is_parsed_from_its_text_and_the_error_lists_them_all() {
+        let roles = [Role::Controller, Role::Pool, Role::Node, Role::Admin, Role::Mirror];
+        let error = "wizard".parse::<Role>().unwrap_err().to_string();
+        for role in roles {
+            assert_eq!(role.as_str().parse::<Role>().unwrap(), role);
+            assert!(error.contains(role.as_str()), "{error}");
+        }
     }
 
     #[test]

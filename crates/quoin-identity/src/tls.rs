@@ -2,7 +2,7 @@
 //!
 //! A peer is accepted when its chain leads to an authority of `ca.pem` *and* the URI in it is
 //! of this cluster. Certificates and authorities are looked up at each handshake, so a renewal
-//! or a rotation needs no new configuration.
+//! or a rotation needs no new configuration. [`crate::foreign`] has the rule for other clusters.
 
 use std::sync::{Arc, LazyLock, RwLock};
 
@@ -25,7 +25,7 @@ use crate::authority::fingerprint;
 use crate::clock::warn_of_wrong_time;
 use crate::{ClusterId, Error, Peer, Role, peer_of};
 
-static PROVIDER: LazyLock<Arc<CryptoProvider>> =
+pub(crate) static PROVIDER: LazyLock<Arc<CryptoProvider>> =
     LazyLock::new(|| Arc::new(rustls::crypto::aws_lc_rs::default_provider()));
 
 pub(crate) fn provider() -> Arc<CryptoProvider> {
@@ -125,7 +125,7 @@ fn refused(error: Error) -> rustls::Error {
     CertificateError::ApplicationVerificationFailure.into()
 }
 
-fn verify_chain(
+pub(crate) fn verify_chain(
     leaf: &CertificateDer<'_>,
     others: &[CertificateDer<'_>],
     roots: &RootCertStore,
@@ -164,6 +164,7 @@ macro_rules! signatures {
         }
     };
 }
+pub(crate) use signatures;
 
 #[derive(Debug)]
 struct Clients {
@@ -271,7 +272,14 @@ impl ServerCertVerifier for Pinned {
 const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
 
 pub(crate) fn server(shared: &Arc<Shared>, mandatory: bool) -> Result<ServerConfig, Error> {
-    let clients = Arc::new(Clients { shared: shared.clone(), mandatory });
+    server_of(shared, Arc::new(Clients { shared: shared.clone(), mandatory }))
+}
+
+/// Makes the configuration of a server whose clients are verified so.
+pub(crate) fn server_of(
+    shared: &Arc<Shared>,
+    clients: Arc<dyn ClientCertVerifier>,
+) -> Result<ServerConfig, Error> {
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(VERSIONS)?
         .with_client_cert_verifier(clients)
@@ -282,7 +290,14 @@ pub(crate) fn server(shared: &Arc<Shared>, mandatory: bool) -> Result<ServerConf
 }
 
 pub(crate) fn client(shared: &Arc<Shared>, expected: Expected) -> Result<ClientConfig, Error> {
-    let servers = Arc::new(Servers { shared: shared.clone(), expected });
+    client_of(shared, Arc::new(Servers { shared: shared.clone(), expected }))
+}
+
+/// Makes the configuration of a client whose servers are verified so.
+pub(crate) fn client_of(
+    shared: &Arc<Shared>,
+    servers: Arc<dyn ServerCertVerifier>,
+) -> Result<ClientConfig, Error> {
     let mut config = ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(VERSIONS)?
         .dangerous()

@@ -7,14 +7,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use aws_lc_rs::digest;
-use base64::Engine;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-
+use crate::token_parts::{self, SECRET_BYTES, Secret};
 use crate::{ClusterId, Error};
 
 const PREFIX: &str = "quoin-join-1.";
-const SECRET_BYTES: usize = 24;
 const BODY_BYTES: usize = 16 + 32 + SECRET_BYTES;
 
 /// A token that a newcomer receives by hand. `Display` writes it whole; `Debug` hides the secret.
@@ -23,35 +19,28 @@ pub struct JoinToken {
     pub cluster: ClusterId,
     /// SHA-256 of the authority's certificate, which authenticates the first contact.
     pub fingerprint: [u8; 32],
-    secret: [u8; SECRET_BYTES],
+    secret: Secret,
 }
 
 impl JoinToken {
     /// Makes a new secret for a cluster whose authority has this fingerprint.
     pub fn generate(cluster: ClusterId, fingerprint: [u8; 32]) -> Self {
-        let mut secret = [0; SECRET_BYTES];
-        aws_lc_rs::rand::fill(&mut secret).expect("the operating system gives random bytes");
-        Self { cluster, fingerprint, secret }
+        Self { cluster, fingerprint, secret: Secret::generate() }
     }
 
     /// Returns the hash that the controller stores instead of the secret: 64 hex digits.
     pub fn secret_hash(&self) -> String {
-        hex::encode(digest::digest(&digest::SHA256, &self.secret))
+        self.secret.hash()
     }
-}
-
-fn checksum(body: &[u8]) -> [u8; 4] {
-    quoin_types::crc32c(body).to_le_bytes()
 }
 
 impl fmt::Display for JoinToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut body = Vec::with_capacity(BODY_BYTES + 4);
+        let mut body = Vec::with_capacity(BODY_BYTES);
         body.extend(self.cluster.0.to_be_bytes());
         body.extend(self.fingerprint);
-        body.extend(self.secret);
-        body.extend(checksum(&body));
-        write!(f, "{PREFIX}{}", URL_SAFE_NO_PAD.encode(body))
+        body.extend(self.secret.0);
+        write!(f, "{PREFIX}{}", token_parts::write(body))
     }
 }
 
@@ -65,25 +54,14 @@ impl FromStr for JoinToken {
     type Err = Error;
     fn from_str(text: &str) -> Result<Self, Error> {
         let text = text.trim();
-        let body =
+        let text =
             text.strip_prefix(PREFIX).ok_or(Error::Token("a token begins with quoin-join-1."))?;
-        if body.len() > 2 * BODY_BYTES {
-            return Err(Error::Token("it is too long"));
-        }
-        let body = URL_SAFE_NO_PAD
-            .decode(body)
-            .map_err(|_| Error::Token("it has an invalid character"))?;
-        let Some((body, sum)) = body.split_at_checked(BODY_BYTES) else {
-            return Err(Error::Token("it is truncated"));
-        };
-        if sum != checksum(body) {
-            return Err(Error::Token("its checksum is wrong"));
-        }
+        let body = token_parts::read(text, BODY_BYTES, BODY_BYTES).map_err(Error::Token)?;
         let part = |from: usize, len: usize| &body[from..from + len];
         Ok(Self {
             cluster: ClusterId(u128::from_be_bytes(part(0, 16).try_into().expect("16 bytes"))),
             fingerprint: part(16, 32).try_into().expect("32 bytes"),
-            secret: part(48, SECRET_BYTES).try_into().expect("24 bytes"),
+            secret: Secret(part(48, SECRET_BYTES).try_into().expect("24 bytes")),
         })
     }
 }

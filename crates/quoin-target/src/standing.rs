@@ -152,6 +152,7 @@ mod tests {
             (Role::Node, "n2", "m", &told, SHARES, SHARES),
             (Role::Pool, "n1", "n", &told, ROLE, ROLE),
             (Role::Controller, "n1", "n", &told, ROLE, ROLE),
+            (Role::Mirror, "n1", "n", &told, ROLE, ROLE),
             // Before the controller has sent the list.
             (Role::Admin, "ops", "a", &nobody, KEY, PORT),
             (Role::Node, "n1", "n", &nobody, KEY, PORT),

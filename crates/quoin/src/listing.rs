@@ -116,8 +116,8 @@ pub enum ClusterCommand {
     /// Make a new certificate authority and let every part change over to it, with IO running.
     RotateAuthority {
         /// For an authority whose key, or a backup with it, is in foreign hands: nothing that it
-        /// signed is trusted from now on. Every pool, node and admin joins again with a new token.
-        /// `quoin cluster info` shows its fingerprint; a repeat changes nothing.
+        /// signed is trusted from now on. Every pool, node, admin and mirror joins again
+        /// with a new token. `quoin cluster info` shows its fingerprint; a repeat changes nothing.
         #[arg(
             long,
             value_name = "FINGERPRINT",

@@ -14,7 +14,7 @@ use crate::size::number_within;
 
 #[derive(Subcommand)]
 pub enum TokenCommand {
-    /// A token that lets one pool, node or admin join this cluster, once.
+    /// A token that lets one pool, node, admin or mirror join this cluster, once.
     #[command(after_help = "Example:\n  quoin token create --role pool --name shelf-3")]
     Create(TokenOptions),
     /// The tokens that have not expired, and who used them.
@@ -30,7 +30,7 @@ pub enum TokenCommand {
 #[derive(Args)]
 pub struct TokenOptions {
     /// Role that may join with it.
-    #[arg(long, value_parser = ["pool", "node", "admin"])]
+    #[arg(long, value_parser = ["pool", "node", "admin", "mirror"])]
     role: String,
     /// Minutes until it expires.
     #[arg(long, default_value_t = 30, allow_hyphen_values = true,

@@ -1,6 +1,6 @@
 //! Statements of newcomers and peers about themselves, before they are verified.
 
-use quoin_identity::{ClusterId, JoinToken, Role, check_name, peer_of};
+use quoin_identity::{ClusterId, JoinToken, PairToken, Role, TrustedPeers, check_name, peer_of};
 
 pub fn run(input: &[u8]) {
     let text = String::from_utf8_lossy(input);
@@ -9,6 +9,12 @@ pub fn run(input: &[u8]) {
         assert!(again.is_ok(), "a token that cannot be read again");
         let _ = token.secret_hash();
     }
+    if let Ok(token) = text.parse::<PairToken>() {
+        let again = token.to_string().parse::<PairToken>();
+        assert!(again.is_ok_and(|again| again == token), "a pair token that cannot be read again");
+        let _ = token.secret_hash();
+    }
+    let _ = TrustedPeers::new().set(ClusterId(1), &text, &[]);
     let _ = text.parse::<ClusterId>();
     let _ = text.parse::<Role>();
     let _ = check_name("node", &text);
@@ -20,6 +26,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = vec![b"node".to_vec(), b"quoin://x/pool/a".to_vec()];
     if let Ok(cluster) = cluster {
         seeds.push(JoinToken::generate(cluster, [7; 32]).to_string().into_bytes());
+        let pair = PairToken::generate(cluster, [7; 32], vec!["m:1".into(), "[::1]:2".into()]);
+        seeds.extend(pair.map(|token| token.to_string().into_bytes()));
     }
     seeds
 }

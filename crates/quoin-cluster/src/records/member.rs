@@ -9,7 +9,7 @@ use crate::wall_clock::is_ahead;
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct TokenRecord {
     pub secret_hash: String,
-    /// "pool", "node", "admin", or empty: pool or node.
+    /// "pool", "node", "admin", "mirror", or empty: pool or node.
     pub role: String,
     /// Empty: any name that is not taken.
     pub holder: String,

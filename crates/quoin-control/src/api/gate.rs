@@ -52,7 +52,9 @@ impl OpenTo {
             OpenTo::Governors => role == Role::Admin,
             OpenTo::Pools => role == Role::Pool,
             OpenTo::Nodes => role == Role::Node,
-            OpenTo::Members => matches!(role, Role::Admin | Role::Node | Role::Pool),
+            OpenTo::Members => {
+                matches!(role, Role::Admin | Role::Node | Role::Pool | Role::Mirror)
+            }
             OpenTo::Newcomers => false,
         }
     }

@@ -46,8 +46,8 @@ impl Members {
         Self { state, authority: Mutex::new(authority), admission, fences }
     }
 
-    /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
-    /// not empty, for this name only. `ttl_s` 0: an hour. `manages_volumes` is a node's alone.
+    /// A new token for `role` ("pool", "node", "admin", "mirror"; empty: pool or node) and, where it
+    /// is not empty, for this name only. `ttl_s` 0: an hour. `manages_volumes` is a node's alone.
     pub async fn create_join_token(
         &self,
         role: &str,
@@ -59,11 +59,12 @@ impl Members {
             return Err(Error::invalid(
                 "managesVolumes",
                 "leave to manage volumes is for tokens of the role node: admins have it, pools \
-                 never do",
+                 and mirrors never do",
             ));
         }
         if !role.is_empty() && role.parse::<Role>()? == Role::Controller {
-            return Err(Error::invalid("role", "pool, node or admin; nobody joins as controller"));
+            let rule = "pool, node, admin or mirror; nobody joins as controller";
+            return Err(Error::invalid("role", rule));
         }
         if !holder.is_empty() {
             check_name("holder", holder)?;
@@ -285,8 +286,8 @@ impl Members {
         self.end_tokens().await?;
         let message = "no certificate and no join token of the former authority is taken any more; \
                        until they have joined again, pools and nodes go on with each other and hear \
-                       nothing from the controller. For each pool, node and admin: make a token \
-                       (`quoin token create --role ROLE --name NAME`), stop it, remove cert.pem from \
+                       nothing from the controller. For each pool, node, admin and mirror: make a \
+                       token (`quoin token create --role ROLE --name NAME`), stop it, remove cert.pem from \
                        its identity directory (the key stays), and start it with --join and the \
                        token; pools first, one after the other, then nodes. A volume is out of reach \
                        of a node while one of them has joined again and a majority of its pools has \

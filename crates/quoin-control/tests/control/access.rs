@@ -131,6 +131,11 @@ async fn every_caller_may_do_what_the_table_says_and_nothing_else() {
             [No, No, No, No, No, No, No, InvalidArgument],
         ),
         (
+            "mirror n1",
+            channel(server.member(Role::Mirror, "n1").await),
+            [No, No, No, No, No, No, No, InvalidArgument],
+        ),
+        (
             "newcomer",
             newcomer,
             [Nobody, Nobody, Nobody, Nobody, Nobody, Nobody, InvalidArgument, Nobody],
@@ -354,6 +359,8 @@ async fn a_token_is_good_for_one_key_of_its_role_and_name_until_it_expires() {
     let first = server.first_token.clone();
     let error = attempt(first.clone(), Role::Admin, "a1", "a1").await.unwrap_err();
     assert!(error.contains("PermissionDenied") || error.contains("is for a"), "{error}");
+    let error = attempt(first.clone(), Role::Mirror, "m1", "m1").await.unwrap_err();
+    assert!(error.contains("for a pool or a node, not a mirror"), "{error}");
     attempt(first.clone(), Role::Pool, "p1", "p1").await.unwrap();
     let error = attempt(first.clone(), Role::Pool, "p2", "p2").await.unwrap_err();
     assert!(error.contains("unknown, used or expired"), "{error}");
@@ -369,6 +376,11 @@ async fn a_token_is_good_for_one_key_of_its_role_and_name_until_it_expires() {
     let error = attempt(token.clone(), Role::Node, "n8", "x2").await.unwrap_err();
     assert!(error.contains("\"n7\" only"), "{error}");
     attempt(token, Role::Node, "n7", "n7").await.unwrap();
+
+    let token = server.token("mirror", "", 60).await;
+    let error = attempt(token.clone(), Role::Node, "m1", "x3").await.unwrap_err();
+    assert!(error.contains("for a mirror, not a node"), "{error}");
+    attempt(token, Role::Mirror, "m1", "m1").await.unwrap();
 
     // A name is not taken over, unless a token was made to do just that.
     let token = server.token("pool", "", 60).await;

@@ -107,13 +107,13 @@ async fn every_call_is_open_to_the_roles_of_the_table_and_closed_to_others_befor
         ("newcomer", newcomer),
         ("local", unix_channel(&server.home("controller/admin.sock"))),
     ];
-    for role in [Role::Pool, Role::Node, Role::Admin] {
+    for role in [Role::Pool, Role::Node, Role::Admin, Role::Mirror] {
         let identity = server.member(role, "m1").await;
         callers.push((role.as_str(), identity.channel(&server.address).unwrap()));
     }
     let open = |call: &str, caller: &str| match call.split_once('/').unwrap() {
         ("Join", "Join") => caller == "newcomer",
-        ("Join", "Renew") => ["pool", "node", "admin"].contains(&caller),
+        ("Join", "Renew") => ["pool", "node", "admin", "mirror"].contains(&caller),
         ("Agent", name) if name.ends_with("Pool") || name == "ReportHoldings" => {
             ["local", "pool"].contains(&caller)
         }
