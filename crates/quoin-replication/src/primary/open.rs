@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::bulk::Bulk;
-use super::quorum::rules_of;
+use super::quorum::{self, rules_of};
 use super::refusals::Judged;
 use super::requests::Waiting;
 use super::serve::PATIENCE;
@@ -408,6 +408,7 @@ impl Primary {
             return self.reopen(now, actions);
         }
         self.phase = Phase::Recovering;
+        self.opening.answer_by = now + PATIENCE;
         self.opening.past.appends(self.opening.epoch);
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
@@ -418,6 +419,23 @@ impl Primary {
                 self.begin_feeding(now, index, actions);
             }
         }
+    }
+
+    /// Returns true if IO waits for a replica that lacks what exists as a base only, though as many as are
+    /// needed are fed by entries: some of them came after the first View was made. Another open takes
+    /// those. The one that is waited for may never be complete: there is no way to it past an entry that
+    /// goes back to a snapshot which was deleted since.
+    pub(super) fn needs_no_increments(&self) -> bool {
+        let is_fed = |p: &Peer| {
+            p.link == Link::Fed
+                && self.members.membership.contains(p.member)
+                && p.ack.as_ref().is_some_and(|ack| ack.quorum && !ack.damaged)
+        };
+        let fed = quorum::count(&self.members.peers, is_fed);
+        self.phase == Phase::Recovering
+            && self.commit.views.short(&self.members.peers)
+            && fed >= usize::from(self.members.membership.cf)
+            && !mutant::is("first-view-waited-for-without-end")
     }
 
     /// Appends a View of the newest rule with this in-sync set.

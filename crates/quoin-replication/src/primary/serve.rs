@@ -42,6 +42,9 @@ impl Primary {
                 self.rest(now);
             }
             Phase::Fetching { .. } if now >= self.opening.answer_by => self.reopen(now, actions),
+            Phase::Recovering if now >= self.opening.answer_by && self.needs_no_increments() => {
+                self.reopen(now, actions);
+            }
             _ => {}
         }
         match self.phase {

@@ -14,7 +14,7 @@ use crate::workload::Draft;
 const RECOVERY_MAX: u64 = 180 * SECOND;
 /// Blocks that are copied, or compared, in a second on the slowest disks with cold caches: a read for each,
 /// one after the other, and pauses as long as these or three times so.
-const COLD_BLOCKS_PER_SECOND: u64 = 20;
+const COLD_BLOCKS_PER_SECOND: u64 = 10;
 /// Time in which clients write without pauses. After it, while a replica is not in sync, they leave
 /// [`REST`] between requests. Writes that fill the window in less time than a member needs for two
 /// syncs outrun it for ever where the others are enough for CF: allowed, and no configuration of a
