@@ -21,7 +21,7 @@ const LAYERS: [&[&str]; 11] = [
     &["quoin-cluster", "quoin-wire", "quoin-store"],
     &["quoin-identity", "quoin-attach", "quoin-testkit"],
     &["quoin-control", "quoin-node"],
-    &["quoin-target", "quoin-pool"],
+    &["quoin-target", "quoin-pool", "quoin-mirror"],
     &["quoin-csi"],
     &["quoin-bench"],
     &["quoin-sim", "quoin-fuzz"],

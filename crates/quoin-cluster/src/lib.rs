@@ -11,6 +11,7 @@
 
 pub mod mirror;
 pub mod ownership;
+pub mod peers;
 pub mod records;
 pub mod records_rebuild;
 pub mod refusal;

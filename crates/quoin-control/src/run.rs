@@ -381,7 +381,11 @@ async fn tend(controller: Arc<Controller>) {
         std::future::ready(Ok(()))
     });
     let failover = every_tick("failover", || controller.work.failover.look());
-    tokio::join!(certificates, events, records, absence, failover);
+    let peers = every_tick("peers", || {
+        controller.membership.peers.watch();
+        std::future::ready(Ok(()))
+    });
+    tokio::join!(certificates, events, records, absence, failover, peers);
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.

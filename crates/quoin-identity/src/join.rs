@@ -8,7 +8,7 @@ use quoin_api::control::{Certificate, JoinRequest as JoinMessage};
 use tonic::transport::Channel;
 
 use crate::channel::tls_channel;
-use crate::{Error, Identity, Issued, JoinToken, Role, check_name, tls};
+use crate::{ClusterId, Error, Identity, Issued, JoinToken, Role, check_name, tls};
 
 /// The operator's input for a newcomer.
 #[derive(Clone, Debug)]
@@ -68,7 +68,17 @@ pub async fn join(
 /// Returns a channel of a newcomer without a certificate, to the controller that made the token and
 /// to no other. The channel leads to the Join service only.
 pub async fn newcomer_channel(controller_addr: &str, token: &JoinToken) -> Result<Channel, Error> {
-    let config = tls::pinned(token.cluster, token.fingerprint)?;
+    pinned_channel(controller_addr, token.cluster, token.fingerprint).await
+}
+
+/// Returns a channel as [`newcomer_channel`] does, to the controller of a cluster whose authority has
+/// this fingerprint.
+pub async fn pinned_channel(
+    controller_addr: &str,
+    cluster: ClusterId,
+    fingerprint: [u8; 32],
+) -> Result<Channel, Error> {
+    let config = tls::pinned(cluster, fingerprint)?;
     let endpoint = crate::channel::endpoint(controller_addr)?;
     let unreachable = |error| Error::unreachable(controller_addr, &error);
     tls_channel(endpoint, config, controller_addr).await.map_err(unreachable)

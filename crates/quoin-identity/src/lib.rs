@@ -63,7 +63,7 @@ pub use foreign::TrustedPeers;
 pub use grant::Grant;
 pub use identity::{Identity, valid_until};
 pub use incoming::{Caller, Connection, IncomingLimits, Member, PeerStream, serve_incoming};
-pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
+pub use join::{JoinRequest, join, load_or_join, newcomer_channel, pinned_channel};
 pub use pair_token::PairToken;
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
 pub use shares::{NoSlot, Shares, Slot};

@@ -353,8 +353,7 @@ fn a_view_that_lists_a_replica_turns_its_quorum_on_also_where_the_next_one_comes
     let views = [vec![OWN], vec![rule.known[1]]].map(|in_sync| {
         lsn = lsn.next();
         let view = View { in_sync, rule: rule.clone(), ..View::default() };
-        let (position, kind) =
-            (Position { epoch: Epoch(5), lsn }, EntryKind::View(Box::new(view)));
+        let (position, kind) = (Position { epoch: Epoch(5), lsn }, EntryKind::View(Box::new(view)));
         let entry = Entry::after(chain, position, kind, 0, 0, Bytes::new(), false);
         chain = entry.chain;
         Arc::new(entry)

@@ -12,7 +12,7 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, contexts, declare, demo, dev, events, listing, offline, roles, schedule, scrub,
+    admins, contexts, declare, demo, dev, events, listing, mirror, offline, roles, schedule, scrub,
     snapshot, target, tokens, volume,
 };
 
@@ -84,6 +84,9 @@ enum Command {
     /// The controllers on other hosts that commands talk to, by name.
     #[command(subcommand)]
     Context(contexts::ContextCommand),
+    /// Other clusters, with which this one exchanges volumes: pair with them, link to them.
+    #[command(subcommand)]
+    Mirror(mirror::MirrorCommand),
     /// Events so far, and with -w those that come.
     Events(events::EventOptions),
     /// The cluster as a whole.
@@ -200,6 +203,7 @@ impl Cli {
             Command::Edit(options) => wait_for(declare::edit(options, &client, format)),
             Command::Pool(listing::PoolCommand::Run(options)) => roles::pool(*options),
             Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
+            Command::Mirror(mirror::MirrorCommand::Run(options)) => roles::mirror(*options),
             Command::Target(target::TargetCommand::Run(options)) => roles::target(*options),
             Command::Target(target::TargetCommand::Ask(target::Ask::Config { volume })) => {
                 wait_for(target::config(&volume, &client, format))
@@ -250,6 +254,7 @@ impl Cli {
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),
+            Command::Mirror(command) => wait_for(mirror::run(command, &client, format)),
             Command::Dev(options) => dev::run(options),
             Command::Controller(command) => roles::controller(command, &client, format),
             Command::Demo(options) => demo::run(&options),

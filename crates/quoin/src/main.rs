@@ -16,6 +16,7 @@ mod document;
 mod events;
 mod host;
 mod listing;
+mod mirror;
 mod offline;
 mod output;
 mod pace;

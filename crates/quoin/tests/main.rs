@@ -43,6 +43,7 @@ mod nbd_tcp;
 mod nodes;
 mod package;
 mod pages;
+mod peers;
 mod pressure;
 mod rebuilding;
 mod replicas;

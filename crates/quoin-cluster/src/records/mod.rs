@@ -14,6 +14,7 @@ mod group;
 mod member;
 mod membership;
 mod node;
+mod peer;
 mod pool;
 #[cfg(test)]
 pub(crate) mod recorded;
@@ -44,6 +45,7 @@ pub use group::{GroupIndex, GroupMember, GroupPhase, GroupRecord};
 pub use member::{MemberOfCluster, TokenRecord};
 pub use membership::{MemberRecord, MembershipRecord};
 pub use node::NodeRecord;
+pub use peer::{Introduction, MirrorAddressRecord, PeerRecord};
 pub use pool::{CordonRecord, PoolRecord};
 pub use replica::{Cause, Discarded, ReplicaPhase, ReplicaRecord};
 pub use revert::{RevertIndex, RevertPhase, RevertRecord};

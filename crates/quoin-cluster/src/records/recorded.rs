@@ -299,6 +299,15 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         manages_volumes: true,
     };
     hold("member", &member);
+    let introduction = Introduction {
+        authorities_pem: "-----BEGIN CERTIFICATE-----".into(),
+        keys: vec!["0a".repeat(32)],
+        addresses: vec!["mirror-1.example:10810".into()],
+    };
+    let (cluster, name, paired_ms) = ("c1".repeat(16), "east".into(), 1_700_000_000_000);
+    hold("peer", &PeerRecord { cluster, name, introduction, paired_ms });
+    let (mirror, address) = ("host-1".into(), "10.0.0.1:10810".into());
+    hold("mirror-address", &MirrorAddressRecord { mirror, address });
     let recovery = RecoveryRecord { why: "they were lost".into(), since_ms: 1_700_000_000_000 };
     hold("recovery", &recovery);
     let (number, id) = (3, Text(TermId(0x7e41)));

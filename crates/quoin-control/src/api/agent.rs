@@ -8,10 +8,10 @@ use quoin_api::control::acquire_epoch_response::Outcome as Acquired;
 use quoin_api::control::agent_server::Agent;
 use quoin_api::control::swap_membership_response::Outcome as Swapped;
 use quoin_api::control::{
-    AcquireEpochRequest, AcquireEpochResponse, CommandOutcome, NodeAssignment, NodeReport,
-    PoolAssignment, PoolHoldings, PoolReport, PulledPart, ReportAnswer, SwapMembershipRequest,
-    SwapMembershipResponse, TargetCommand, TargetReport, VolumeReport, WatchCommandsRequest,
-    WatchNodeRequest, WatchPoolRequest,
+    AcquireEpochRequest, AcquireEpochResponse, CommandOutcome, MirrorAssignment, MirrorReport,
+    NodeAssignment, NodeReport, PoolAssignment, PoolHoldings, PoolReport, PulledPart, ReportAnswer,
+    SwapMembershipRequest, SwapMembershipResponse, TargetCommand, TargetReport, VolumeReport,
+    WatchCommandsRequest, WatchMirrorRequest, WatchNodeRequest, WatchPoolRequest,
 };
 use quoin_cluster::ownership::epochs::MembershipSwap;
 use quoin_identity::convert::membership_message;
@@ -28,6 +28,8 @@ use crate::fields::id;
 use crate::messages::spec;
 use crate::state::changes::{Concern, News};
 
+/// Between two looks at what a mirror is to do.
+const MIRRORS_LOOK_EVERY: Duration = Duration::from_secs(1);
 /// For all that a pool keeps: a little longer than a pool takes for it.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(40);
 
@@ -83,6 +85,7 @@ impl Agent for Services {
     type WatchPoolStream = Assignments<PoolAssignment>;
     type WatchNodeStream = Assignments<NodeAssignment>;
     type WatchCommandsStream = Assignments<TargetCommand>;
+    type WatchMirrorStream = Assignments<MirrorAssignment>;
 
     async fn watch_pool(
         &self,
@@ -149,6 +152,51 @@ impl Agent for Services {
             }
         };
         Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn watch_mirror(
+        &self,
+        request: Request<WatchMirrorRequest>,
+    ) -> Result<Response<Self::WatchMirrorStream>, Status> {
+        let WatchMirrorRequest { mirror } = request.get_ref().clone();
+        self.act(&request, Role::Mirror, &mirror)?;
+        let caller = self.caller(&request)?;
+        let place = self.stream_place(&caller)?;
+        let services = self.clone();
+        let mut shutdown = self.shutdown.clone();
+        let stream = async_stream::stream! {
+            let _place = place;
+            let mut told = None;
+            loop {
+                if let Err(error) = services.still(&caller) {
+                    yield Err(error.into());
+                    break;
+                }
+                let controller = &services.controller;
+                let mut message = controller.membership.peers.assignment(&mirror);
+                message.term = controller.membership.terms.proof().to_vec();
+                message.does_not_rule = !controller.membership.terms.claims();
+                if told.as_ref() != Some(&message) {
+                    told = Some(message.clone());
+                    yield Ok(message);
+                }
+                tokio::select! {
+                    // Mirrors begin and end to run without a change of a record.
+                    () = tokio::time::sleep(MIRRORS_LOOK_EVERY) => {}
+                    _ = shutdown.wait_for(|down| *down) => break,
+                }
+            }
+        };
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn report_mirror(
+        &self,
+        request: Request<MirrorReport>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Mirror, &request.get_ref().mirror)?;
+        self.controller.membership.peers.report(request.into_inner()).await?;
+        Ok(Response::new(ReportAnswer::default()))
     }
 
     async fn report_outcome(

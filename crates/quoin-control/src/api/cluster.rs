@@ -825,6 +825,41 @@ impl Cluster for Services {
         Ok(Response::new(SetNodeResponse {}))
     }
 
+    async fn invite_peer(
+        &self,
+        request: Request<InvitePeerRequest>,
+    ) -> Result<Response<PeerInvitation>, Status> {
+        self.govern(&request)?;
+        let InvitePeerRequest { name, ttl_s, addresses } = request.get_ref();
+        let (token, expires_ms) =
+            self.controller.membership.peers.invite(name, *ttl_s, addresses).await?;
+        let expires_at = Some(timestamp(expires_ms));
+        Ok(Response::new(PeerInvitation { token: token.to_string(), expires_at }))
+    }
+
+    async fn pair_peer(&self, request: Request<PairPeerRequest>) -> Result<Response<Peer>, Status> {
+        self.govern(&request)?;
+        let PairPeerRequest { token, name } = request.get_ref();
+        Ok(Response::new(self.controller.membership.peers.pair(token, name).await?))
+    }
+
+    async fn list_peers(
+        &self,
+        request: Request<ListPeersRequest>,
+    ) -> Result<Response<ListPeersResponse>, Status> {
+        self.govern(&request)?;
+        Ok(Response::new(ListPeersResponse { peers: self.controller.membership.peers.list() }))
+    }
+
+    async fn unpair_peer(
+        &self,
+        request: Request<UnpairPeerRequest>,
+    ) -> Result<Response<UnpairPeerResponse>, Status> {
+        self.govern(&request)?;
+        let peer = self.controller.membership.peers.unpair(&request.get_ref().peer).await?;
+        Ok(Response::new(UnpairPeerResponse { peer: Some(peer) }))
+    }
+
     async fn rotate_authority(
         &self,
         request: Request<RotateAuthorityRequest>,

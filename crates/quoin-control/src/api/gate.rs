@@ -35,6 +35,7 @@ enum OpenTo {
     Governors,
     Pools,
     Nodes,
+    Mirrors,
     Newcomers,
     /// Not the admin socket, which has no certificate to renew.
     Members,
@@ -52,6 +53,7 @@ impl OpenTo {
             OpenTo::Governors => role == Role::Admin,
             OpenTo::Pools => role == Role::Pool,
             OpenTo::Nodes => role == Role::Node,
+            OpenTo::Mirrors => role == Role::Mirror,
             OpenTo::Members => {
                 matches!(role, Role::Admin | Role::Node | Role::Pool | Role::Mirror)
             }
@@ -130,6 +132,10 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/ListJoinTokens", OpenTo::Governors, ASKED),
     ("Cluster/RevokeJoinToken", OpenTo::Governors, ASKED),
     ("Cluster/RotateAuthority", OpenTo::Governors, ASKED),
+    ("Cluster/InvitePeer", OpenTo::Governors, SMALL),
+    ("Cluster/PairPeer", OpenTo::Governors, SMALL),
+    ("Cluster/ListPeers", OpenTo::Governors, SMALL),
+    ("Cluster/UnpairPeer", OpenTo::Governors, SMALL),
     ("Cluster/Backup", OpenTo::Governors, ASKED),
     ("Cluster/RecoverRecords", OpenTo::Governors, ASKED),
     ("Agent/WatchPool", OpenTo::Pools, SMALL),
@@ -144,7 +150,10 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Agent/WatchCommands", OpenTo::Nodes, SMALL),
     ("Agent/ReportOutcome", OpenTo::Nodes, SMALL),
     ("Agent/ReportPart", OpenTo::Nodes, TOLD),
+    ("Agent/WatchMirror", OpenTo::Mirrors, SMALL),
+    ("Agent/ReportMirror", OpenTo::Mirrors, TOLD),
     ("Join/Join", OpenTo::Newcomers, SMALL),
+    ("Join/Pair", OpenTo::Newcomers, SMALL),
     ("Join/Renew", OpenTo::Members, SMALL),
 ];
 
@@ -343,9 +352,10 @@ mod tests {
     }
 
     #[test]
-    fn a_newcomer_may_join_and_do_nothing_else() {
+    fn a_newcomer_may_join_or_pair_and_do_nothing_else() {
         for (name, open_to, _) in CALLS {
-            assert_eq!(open_to.admits(&Caller::Newcomer), *name == "Join/Join", "{name}");
+            let is_theirs = ["Join/Join", "Join/Pair"].contains(name);
+            assert_eq!(open_to.admits(&Caller::Newcomer), is_theirs, "{name}");
         }
     }
 }

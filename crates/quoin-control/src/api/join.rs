@@ -1,7 +1,7 @@
 //! The Join service.
 
 use quoin_api::control::join_server::Join;
-use quoin_api::control::{Certificate, JoinRequest, RenewRequest};
+use quoin_api::control::{Certificate, JoinRequest, PairRequest, PeerIntroduction, RenewRequest};
 use quoin_identity::Issued;
 use tonic::{Request, Response, Status, async_trait};
 
@@ -32,5 +32,14 @@ impl Join for Services {
                 .renew(&member, &request.into_inner().csr_der)
                 .await?,
         ))
+    }
+
+    async fn pair(
+        &self,
+        request: Request<PairRequest>,
+    ) -> Result<Response<PeerIntroduction>, Status> {
+        self.newcomer(&request)?;
+        let PairRequest { token, introduction } = request.into_inner();
+        Ok(Response::new(self.controller.membership.peers.answer(&token, introduction).await?))
     }
 }

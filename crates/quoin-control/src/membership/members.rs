@@ -29,6 +29,8 @@ const TOKEN_TTL: Duration = Duration::from_secs(3600);
 const TOKEN_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Hex digits of a token's hash that name it to people.
 const TOKEN_ID_DIGITS: usize = 12;
+/// Role of a token for another cluster: nobody joins with it.
+const PEER: &str = "peer";
 /// Unused tokens at a time.
 const TOKENS_MAX: usize = 4096;
 
@@ -69,6 +71,26 @@ impl Members {
         if !holder.is_empty() {
             check_name("holder", holder)?;
         }
+        let token = {
+            let authority = self.authority();
+            JoinToken::generate(authority.cluster(), authority.fingerprint())
+        };
+        let (ttl, expires_ms) =
+            self.keep_token(token.secret_hash(), role, (holder, manages_volumes), ttl_s).await?;
+        let what = if role.is_empty() { "a pool or node".into() } else { with_article(role) };
+        let message = format!("for {what}, good for {} s", ttl.as_secs());
+        self.state.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
+        Ok((token, expires_ms))
+    }
+
+    /// Keeps the hash of a new token's secret. Returns its lifetime, and when it ends.
+    async fn keep_token(
+        &self,
+        secret_hash: String,
+        role: &str,
+        (holder, manages_volumes): (&str, bool),
+        ttl_s: u32,
+    ) -> Result<(Duration, u64), Error> {
         let ttl = match ttl_s {
             0 => TOKEN_TTL,
             s => Duration::from_secs(s.into()),
@@ -81,13 +103,9 @@ impl Members {
         if self.state.joined.tokens.count() >= TOKENS_MAX {
             return Err(Error::Exhausted(format!("{TOKENS_MAX} tokens are alive already")));
         }
-        let token = {
-            let authority = self.authority();
-            JoinToken::generate(authority.cluster(), authority.fingerprint())
-        };
         let expires_ms = now_ms() + ttl.as_millis() as u64;
         let record = TokenRecord {
-            secret_hash: token.secret_hash(),
+            secret_hash,
             role: role.to_owned(),
             holder: holder.to_owned(),
             expires_ms,
@@ -98,10 +116,42 @@ impl Members {
         if self.state.joined.tokens.create(record).await?.is_err() {
             return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
         }
-        let what = if role.is_empty() { "a pool or node".into() } else { with_article(role) };
-        let message = format!("for {what}, good for {} s", ttl.as_secs());
-        self.state.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
-        Ok((token, expires_ms))
+        Ok((ttl, expires_ms))
+    }
+
+    /// Keeps a new token for another cluster, which is called `name` here. Returns when it ends.
+    pub(crate) async fn add_peer_token(
+        &self,
+        secret_hash: String,
+        name: &str,
+        ttl_s: u32,
+    ) -> Result<u64, Error> {
+        let (_, expires_ms) = self.keep_token(secret_hash, PEER, (name, false), ttl_s).await?;
+        Ok(expires_ms)
+    }
+
+    /// Uses a token for another cluster. Returns what that is called here.
+    pub(crate) async fn take_peer_token(
+        &self,
+        secret_hash: &str,
+        cluster: &str,
+    ) -> Result<String, Error> {
+        let refused = || {
+            Error::Unauthenticated(
+                "the token is unknown, used or expired; make a new one with `quoin mirror invite`"
+                    .to_owned(),
+            )
+        };
+        let take = |record: &mut TokenRecord| {
+            // The token has the name that the peer is given here, and no member's.
+            let mut taken = TokenRecord { holder: String::new(), ..record.clone() };
+            tokens::take(&mut taken, (PEER, cluster, cluster), self.doubt().as_deref(), now_ms())
+                .map_err(|_| refused())?;
+            record.used_by = taken.used_by;
+            Ok(record.holder.clone())
+        };
+        let taken = self.state.joined.tokens.update(secret_hash, take).await?;
+        Ok(taken.ok_or_else(refused)?.1)
     }
 
     /// The tokens that are still good, or were used and would be.

@@ -1,8 +1,9 @@
-//! Members of the cluster: join tokens, certificates, keys, removals, and the controller's term.
+//! Members of the cluster: join tokens, certificates, keys, removals, the controller's term, and peers.
 
 pub(crate) mod admission;
 pub(crate) mod clocks;
 pub(crate) mod members;
+pub(crate) mod peers;
 pub(crate) mod removal;
 pub(crate) mod term;
 
@@ -19,6 +20,7 @@ pub struct Parts {
     pub admission: Arc<admission::Admission>,
     pub clocks: Arc<clocks::Clocks>,
     pub members: Arc<members::Members>,
+    pub peers: peers::Peers,
 }
 
 impl Parts {
@@ -27,7 +29,8 @@ impl Parts {
         let members = members::Members::new(state.clone(), authority, admission.clone());
         let (terms, members) = (Arc::new(term::Terms::new(state.clone())), Arc::new(members));
         let clocks = Arc::new(clocks::Clocks::new(state.clone()));
-        Self { terms, admission, clocks, members }
+        let peers = peers::Peers::new(state.clone(), members.clone());
+        Self { terms, admission, clocks, members, peers }
     }
 
     /// Removals, which also end the work on what is removed.

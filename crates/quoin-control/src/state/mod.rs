@@ -20,8 +20,8 @@ use quoin_api::control::VolumeRef;
 use quoin_cluster::ownership::change;
 use quoin_cluster::ownership::epochs::is_written;
 use quoin_cluster::records::{
-    Concerned, CordonRecord, MemberOfCluster, NameRecord, NodeRecord, Nodes, PoolRecord,
-    TokenRecord, VerifyRecord, VolumeRecord,
+    Concerned, CordonRecord, MemberOfCluster, MirrorAddressRecord, NameRecord, NodeRecord, Nodes,
+    PeerRecord, PoolRecord, TokenRecord, VerifyRecord, VolumeRecord,
 };
 use quoin_identity::Identity;
 use quoin_types::VolumeId;
@@ -83,22 +83,30 @@ impl Storage {
     }
 }
 
-/// The members of the cluster, and the tokens with which others may join it.
+/// The members of the cluster, the tokens with which others may join it, and other clusters.
 pub(crate) struct Joined {
     pub(crate) members: Table<MemberOfCluster>,
     pub(crate) tokens: Table<TokenRecord>,
+    /// Other clusters.
+    pub(crate) peers: Table<PeerRecord>,
+    /// Where those reach this one's mirrors.
+    pub(crate) mirror_addresses: Table<MirrorAddressRecord>,
 }
 
 impl Joined {
     async fn load(store: Arc<dyn Store>, changes: Changes) -> Result<Self, Error> {
         Ok(Self {
             members: Table::load(store.clone(), changes.clone()).await?,
-            tokens: Table::load(store, changes).await?,
+            tokens: Table::load(store.clone(), changes.clone()).await?,
+            peers: Table::load(store.clone(), changes.clone()).await?,
+            mirror_addresses: Table::load(store, changes).await?,
         })
     }
 
     async fn read_unanswered(&self) -> Result<(), Error> {
         self.tokens.read_unanswered().await?;
+        self.peers.read_unanswered().await?;
+        self.mirror_addresses.read_unanswered().await?;
         self.members.read_unanswered().await
     }
 }

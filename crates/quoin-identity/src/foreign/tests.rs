@@ -100,7 +100,7 @@ async fn listener() -> (TcpListener, String) {
     (listener, address)
 }
 
-/// What a mirror sees as `subject` connects to it.
+/// Outcome at a mirror to which `subject` connects.
 async fn seen_as_client(subject: &Identity, mirror: &Identity, peers: &Arc<TrustedPeers>) -> Seen {
     let (listener, address) = listener().await;
     let server = mirror.foreign_server_config(peers).unwrap();
@@ -112,7 +112,7 @@ async fn seen_as_client(subject: &Identity, mirror: &Identity, peers: &Arc<Trust
     tokio::join!(serving, connect(&address, client)).0
 }
 
-/// What a mirror that expects a peer of `cluster` sees as it connects to `subject`.
+/// Outcome at a mirror that expects a peer of `cluster` and connects to `subject`.
 async fn seen_as_server(
     subject: &Identity,
     mirror: &Identity,
@@ -256,12 +256,13 @@ fn an_expired_authority_an_expired_certificate_and_one_that_is_not_valid_yet_are
         let subject = cluster.mirror(name);
         cluster.trusted_by(&peers, &[&subject]);
         let chain = chain_of(&subject);
-        let door = Foreign { own: own.id(), peers: peers.clone(), expected: None };
+        let verifier = Foreign { own: own.id(), peers: peers.clone(), expected: None };
         let now_s = UnixTime::now().as_secs().checked_add_signed(after_s).unwrap();
         let now = UnixTime::since_unix_epoch(Duration::from_secs(now_s));
-        let as_client = door.verify_client_cert(&chain[0], &chain[1..], now).map(drop);
+        let as_client = verifier.verify_client_cert(&chain[0], &chain[1..], now).map(drop);
         let name = tls::server_name();
-        let as_server = door.verify_server_cert(&chain[0], &chain[1..], &name, &[], now).map(drop);
+        let as_server =
+            verifier.verify_server_cert(&chain[0], &chain[1..], &name, &[], now).map(drop);
         [as_client, as_server]
     };
     let day_s = 24 * i64::try_from(HOUR_S).unwrap();

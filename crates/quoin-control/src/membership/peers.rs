@@ -1,0 +1,453 @@
+//! Peers: other clusters, with which this one exchanges volumes.
+//!
+//! A person invites with a token on one side and pairs with it on the other. The controller that pairs
+//! calls the one that invited, which it knows by the fingerprint in the token, and each keeps a record of
+//! the other. From then on the mirrors of both sides tell each other what changes: addresses, keys and
+//! authorities. The controller itself never trusts a foreign authority: what a peer says comes through a
+//! mirror of this cluster, or with a token. [`quoin_cluster::peers`] decides what is taken.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_api::control::{self as api, MirrorReport};
+use quoin_cluster::peers::{self, NotTaken};
+use quoin_cluster::records::{Introduction, MirrorAddressRecord, PeerRecord};
+use quoin_identity::{PairToken, Role, TrustedPeers, check_name};
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::membership::members::Members;
+use crate::state::State;
+use crate::state::events::{Object, Severity};
+use crate::time::{now_ms, timestamp};
+
+/// Time in which a call to the other controller is answered.
+const CALL_WITHIN: Duration = Duration::from_secs(10);
+/// A mirror that says nothing for so long does not run.
+const RUNS_WITHIN: Duration = Duration::from_secs(5);
+/// A peer of which nothing was heard for so long is silent.
+const SILENT_AFTER: Duration = Duration::from_secs(30);
+
+/// Last report of a mirror of this cluster.
+#[derive(Clone, Debug)]
+struct MirrorSeen {
+    last: Instant,
+    peers: BTreeMap<String, PeerSeen>,
+}
+
+#[derive(Clone, Default, Debug)]
+struct PeerSeen {
+    heard: Option<Instant>,
+    linked_to: String,
+    message: String,
+}
+
+/// Peers, and what the mirrors of this cluster say of them.
+pub struct Peers {
+    state: Arc<State>,
+    members: Arc<Members>,
+    mirrors: std::sync::Mutex<BTreeMap<String, MirrorSeen>>,
+    /// Peers that were told to be silent.
+    silent: std::sync::Mutex<std::collections::BTreeSet<String>>,
+}
+
+impl Peers {
+    pub(crate) fn new(state: Arc<State>, members: Arc<Members>) -> Self {
+        Self { state, members, mirrors: Default::default(), silent: Default::default() }
+    }
+
+    /// A new token with which one other cluster becomes a peer, called `name`.
+    pub async fn invite(
+        &self,
+        name: &str,
+        ttl_s: u32,
+        addresses: &[String],
+    ) -> Result<(PairToken, u64), Error> {
+        check_peer_name(name)?;
+        let are_good = addresses.iter().all(|address| peers::is_address(address));
+        if !(1..=peers::ADDRESSES_MAX).contains(&addresses.len()) || !are_good {
+            let rule = format!(
+                "1 to {} of the form host:port, under which the other cluster reaches this controller",
+                peers::ADDRESSES_MAX
+            );
+            return Err(Error::invalid("addresses", rule));
+        }
+        let token = |authority: &quoin_identity::Authority| {
+            PairToken::generate(authority.cluster(), authority.fingerprint(), addresses.to_vec())
+        };
+        let token = token(&self.members.authority())?;
+        let expires_ms = self.members.add_peer_token(token.secret_hash(), name, ttl_s).await?;
+        self.event(
+            cluster(),
+            Severity::Normal,
+            "PeerInvited",
+            "a token for another cluster was made",
+        );
+        Ok((token, expires_ms))
+    }
+
+    /// Answers the controller of a cluster that was invited: it is a peer from now on.
+    pub async fn answer(
+        &self,
+        token: &str,
+        introduction: Option<api::PeerIntroduction>,
+    ) -> Result<api::PeerIntroduction, Error> {
+        self.state.check_ruling()?;
+        let token: PairToken = token.parse()?;
+        let (peer, told) = told(introduction)?;
+        // A statement that would be refused must not take the token.
+        self.record(&peer, "", told.clone())?;
+        let name = self.members.take_peer_token(&token.secret_hash(), &peer).await?;
+        self.pair_with(&peer, &name, told).await?;
+        Ok(self.own())
+    }
+
+    /// Pairs this cluster with the one that made the token.
+    pub async fn pair(&self, token: &str, name: &str) -> Result<api::Peer, Error> {
+        self.state.check_ruling()?;
+        let token: PairToken = token.trim().parse()?;
+        check_peer_name(name)?;
+        let cluster = token.cluster.to_string();
+        let placeholder = Introduction { authorities_pem: "-".into(), ..Introduction::default() };
+        // Before the other side takes this one for a peer.
+        self.record(&cluster, name, placeholder)?;
+        let mut why = Vec::new();
+        for address in token.addresses() {
+            match self.ask(address, &token).await {
+                Ok(answer) => {
+                    let (answered, told) = told(Some(answer))?;
+                    if answered != cluster {
+                        return Err(Error::Denied(format!(
+                            "{address} answers for another cluster than the token's"
+                        )));
+                    }
+                    let paired = self.pair_with(&cluster, name, told).await?;
+                    return Ok(self.shown(&paired));
+                }
+                // It was reached: another address leads to the same refusal.
+                Err(Asked::Refused(status)) => {
+                    return Err(Error::Precondition(format!(
+                        "the other cluster refuses: {}",
+                        crate::text::plain(status.message())
+                    )));
+                }
+                Err(Asked::Unreached(error)) => why.push(format!("{address}: {error}")),
+            }
+        }
+        Err(Error::Busy(format!(
+            "the controller of the other cluster is not reached ({}): see that its port is open to this \
+             host, then pair again with the same token",
+            why.join("; ")
+        )))
+    }
+
+    async fn ask(&self, address: &str, token: &PairToken) -> Result<api::PeerIntroduction, Asked> {
+        let call = async {
+            let channel = quoin_identity::pinned_channel(address, token.cluster, token.fingerprint);
+            let channel = channel.await.map_err(|e| Asked::Unreached(e.to_string()))?;
+            let request =
+                api::PairRequest { token: token.to_string(), introduction: Some(self.own()) };
+            let mut client = api::join_client::JoinClient::new(channel);
+            match client.pair(request).await {
+                Ok(answer) => Ok(answer.into_inner()),
+                Err(status) if status.code() == tonic::Code::Unavailable => {
+                    Err(Asked::Unreached(status.message().to_owned()))
+                }
+                Err(status) => Err(Asked::Refused(status)),
+            }
+        };
+        let late = || Asked::Unreached(format!("no answer within {} s", CALL_WITHIN.as_secs()));
+        tokio::time::timeout(CALL_WITHIN, call).await.unwrap_or_else(|_| Err(late()))
+    }
+
+    fn record(&self, cluster: &str, name: &str, told: Introduction) -> Result<PeerRecord, Error> {
+        let own = self.state.identity.cluster().to_string();
+        let known = self.state.joined.peers.list();
+        Ok(peers::paired(&known, &own, (cluster, name), told, now_ms())?)
+    }
+
+    async fn pair_with(
+        &self,
+        cluster: &str,
+        name: &str,
+        told: Introduction,
+    ) -> Result<Arc<PeerRecord>, Error> {
+        check_trust(cluster, &told)?;
+        let record = self.record(cluster, name, told)?;
+        let paired = match self.state.joined.peers.create(record.clone()).await? {
+            Ok(made) => made,
+            Err(_) => {
+                let replace = |found: &mut PeerRecord| {
+                    *found = PeerRecord { paired_ms: found.paired_ms, ..record.clone() };
+                    Ok(())
+                };
+                let updated = self.state.joined.peers.update(cluster, replace).await?;
+                updated.ok_or_else(|| Error::Busy("it was unpaired meanwhile".into()))?.0
+            }
+        };
+        let message = "this cluster and the peer trust each other's mirrors";
+        self.event(about(&paired), Severity::Normal, "PeerPaired", message);
+        Ok(paired)
+    }
+
+    /// Trusts a peer no more, named by its name or its id.
+    pub async fn unpair(&self, peer: &str) -> Result<api::Peer, Error> {
+        let record = self.find(peer)?;
+        self.state.joined.peers.remove(&record.cluster, |_| true).await?;
+        let message = "its mirrors are not let in any more";
+        self.event(about(&record), Severity::Normal, "PeerUnpaired", message);
+        Ok(self.shown(&record))
+    }
+
+    fn find(&self, peer: &str) -> Result<Arc<PeerRecord>, Error> {
+        let mut all = self.state.joined.peers.list().into_iter();
+        let found = all.find(|record| record.name == peer || record.cluster == peer);
+        found.ok_or_else(|| Error::missing("peer", peer.chars().take(80).collect::<String>()))
+    }
+
+    /// All peers, in the order of their names.
+    pub fn list(&self) -> Vec<api::Peer> {
+        let mut all = self.state.joined.peers.list();
+        all.sort_by(|one, other| one.name.cmp(&other.name));
+        all.iter().map(|record| self.shown(record)).collect()
+    }
+
+    /// Statement of this cluster about itself.
+    fn own(&self) -> api::PeerIntroduction {
+        let members = self.state.joined.members.list();
+        let mirrors = members.iter().filter(|member| member.role == Role::Mirror.as_str());
+        let addresses = self.state.joined.mirror_addresses.list();
+        let addresses = addresses.iter().take(peers::ADDRESSES_MAX);
+        api::PeerIntroduction {
+            cluster_id: self.state.identity.cluster().to_string(),
+            authorities_pem: self.members.authority().authorities_pem().into_bytes(),
+            key_hashes: mirrors.flat_map(|m| m.key_hashes()).take(peers::KEYS_MAX).collect(),
+            addresses: addresses.map(|record| record.address.clone()).collect(),
+        }
+    }
+
+    /// Assignment of a mirror at this moment.
+    pub fn assignment(&self, mirror: &str) -> api::MirrorAssignment {
+        let peer = |record: &Arc<PeerRecord>| {
+            let Introduction { authorities_pem, keys, addresses } = record.introduction.clone();
+            api::PeerIntroduction {
+                cluster_id: record.cluster.clone(),
+                authorities_pem: authorities_pem.into_bytes(),
+                key_hashes: keys,
+                addresses,
+            }
+        };
+        api::MirrorAssignment {
+            term: Vec::new(),
+            does_not_rule: false,
+            own: Some(self.own()),
+            peers: self.state.joined.peers.list().iter().map(peer).collect(),
+            leads: self.leader().as_deref() == Some(mirror),
+        }
+    }
+
+    /// The mirror that links to the peers.
+    fn leader(&self) -> Option<String> {
+        let mirrors = self.mirrors();
+        let running = mirrors.iter().filter(|(_, seen)| seen.last.elapsed() < RUNS_WITHIN);
+        peers::leader(running.map(|(name, _)| name.as_str())).map(str::to_owned)
+    }
+
+    /// Takes a mirror's report in.
+    pub async fn report(&self, report: MirrorReport) -> Result<(), Error> {
+        check_name("mirror", &report.mirror)?;
+        if report.peers.len() > peers::PEERS_MAX {
+            return Err(Error::invalid("peers", format!("at most {}", peers::PEERS_MAX)));
+        }
+        self.learn_address(&report).await?;
+        let now = Instant::now();
+        let (mut seen, mut introductions) = (BTreeMap::new(), Vec::new());
+        for contact in report.peers {
+            let Some(record) = self.state.joined.peers.get(&contact.cluster_id) else { continue };
+            let heard = contact.heard_ms.and_then(|ms| now.checked_sub(Duration::from_millis(ms)));
+            let is_bounded = |text: &String| text.len() <= 512;
+            let kept = |text: String| if is_bounded(&text) { text } else { String::new() };
+            let (linked_to, message) = (kept(contact.linked_to), kept(contact.message));
+            seen.insert(record.cluster.clone(), PeerSeen { heard, linked_to, message });
+            introductions.extend(contact.introduction.map(|said| (record, said)));
+        }
+        match report.leaving {
+            true => drop(self.mirrors().remove(&report.mirror)),
+            false => {
+                let seen = MirrorSeen { last: now, peers: seen };
+                self.mirrors().insert(report.mirror, seen);
+            }
+        }
+        for (record, said) in introductions {
+            self.introduced(&record, said).await?;
+        }
+        Ok(())
+    }
+
+    async fn learn_address(&self, report: &MirrorReport) -> Result<(), Error> {
+        let MirrorReport { mirror, address, .. } = report;
+        if !peers::is_address(address) {
+            return Err(Error::invalid("address", "host:port, as peers reach this mirror"));
+        }
+        let table = &self.state.joined.mirror_addresses;
+        let record = MirrorAddressRecord { mirror: mirror.clone(), address: address.clone() };
+        match table.get(mirror) {
+            Some(known) if *known == record => return Ok(()),
+            Some(_) => {}
+            None if table.create(record.clone()).await?.is_ok() => return Ok(()),
+            None => {}
+        }
+        let change = |known: &mut MirrorAddressRecord| {
+            known.clone_from(&record);
+            Ok(())
+        };
+        table.update(mirror, change).await?;
+        Ok(())
+    }
+
+    /// A peer told a mirror of this cluster what it is now.
+    async fn introduced(
+        &self,
+        record: &PeerRecord,
+        said: api::PeerIntroduction,
+    ) -> Result<(), Error> {
+        let (cluster, said) = told(Some(said))?;
+        if cluster != record.cluster {
+            return Err(Error::invalid("clusterId", "a peer speaks for itself alone"));
+        }
+        check_trust(&cluster, &said)?;
+        let take = |found: &mut PeerRecord| Ok(peers::introduced(found, &said)?);
+        let updated = self.state.joined.peers.update(&cluster, take).await?;
+        if let Some((after, true)) = updated {
+            let message = "it told of other authorities, keys or addresses of its mirrors";
+            self.event(about(&after), Severity::Normal, "PeerChanged", message);
+        }
+        Ok(())
+    }
+
+    /// Tells of peers that fell silent or speak again; called every second.
+    pub(crate) fn watch(&self) {
+        for record in self.state.joined.peers.list() {
+            let Some(heard) = self.heard(&record.cluster) else { continue };
+            let mut silent = self.silent.lock().expect("no holder of this lock panics");
+            if heard.elapsed() >= SILENT_AFTER {
+                if silent.insert(record.cluster.clone()) {
+                    let message = format!(
+                        "none of its mirrors was heard for {} s; nothing is sent to it and nothing comes \
+                         from it until one is: see that its hosts run and that the network between is whole",
+                        SILENT_AFTER.as_secs()
+                    );
+                    self.event(about(&record), Severity::Warning, "PeerSilent", message);
+                }
+            } else if silent.remove(&record.cluster) {
+                let message = "its mirrors are heard again";
+                self.event(about(&record), Severity::Normal, "PeerHeard", message);
+            }
+        }
+    }
+
+    /// When any mirror of this cluster heard one of the peer's last.
+    fn heard(&self, cluster: &str) -> Option<Instant> {
+        let mirrors = self.mirrors();
+        mirrors.values().filter_map(|seen| seen.peers.get(cluster)?.heard).max()
+    }
+
+    fn shown(&self, record: &PeerRecord) -> api::Peer {
+        let (heard, leader) = (self.heard(&record.cluster), self.leader());
+        let mirrors = self.mirrors();
+        let link =
+            leader.as_ref().and_then(|leader| mirrors.get(leader)?.peers.get(&record.cluster));
+        let link = link.cloned().unwrap_or_default();
+        let (state, message) = match (&leader, heard) {
+            (None, _) => (
+                "no mirror here",
+                "no `quoin mirror run` of this cluster runs: start one beside each target".to_owned(),
+            ),
+            (_, Some(heard)) if heard.elapsed() < SILENT_AFTER => ("linked", link.message),
+            (_, Some(_)) => ("silent", link.message),
+            (_, None) if record.introduction.addresses.is_empty() => (
+                "not heard yet",
+                "no address of its mirrors is known: start `quoin mirror run` there, then pair again"
+                    .to_owned(),
+            ),
+            (_, None) => ("not heard yet", link.message),
+        };
+        api::Peer {
+            cluster_id: record.cluster.clone(),
+            name: record.name.clone(),
+            addresses: record.introduction.addresses.clone(),
+            keys: u32::try_from(record.introduction.keys.len()).unwrap_or(u32::MAX),
+            paired_at: Some(timestamp(record.paired_ms)),
+            state: state.to_owned(),
+            heard_ms: heard.map(|at| u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX)),
+            link_mirror: if link.linked_to.is_empty() {
+                String::new()
+            } else {
+                leader.unwrap_or_default()
+            },
+            link_address: link.linked_to,
+            message,
+        }
+    }
+
+    fn mirrors(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, MirrorSeen>> {
+        self.mirrors.lock().expect("no holder of this lock panics")
+    }
+
+    fn event(
+        &self,
+        about: Object,
+        severity: Severity,
+        reason: &'static str,
+        message: impl ToString,
+    ) {
+        self.state.events.record(severity, about, reason, message);
+    }
+}
+
+enum Asked {
+    Unreached(String),
+    Refused(tonic::Status),
+}
+
+impl From<NotTaken> for Error {
+    fn from(why: NotTaken) -> Self {
+        match why {
+            NotTaken::TooMany => Self::Exhausted(why.to_string()),
+            NotTaken::Name | NotTaken::Itself => Self::Precondition(why.to_string()),
+            NotTaken::Id | NotTaken::Authorities | NotTaken::Keys | NotTaken::Addresses => {
+                Self::invalid("introduction", why.to_string())
+            }
+        }
+    }
+}
+
+fn check_peer_name(name: &str) -> Result<(), Error> {
+    if !name.is_empty() {
+        check_name("peer", name)?;
+    }
+    Ok(())
+}
+
+/// Checks that a mirror can trust what a cluster says of itself.
+fn check_trust(cluster: &str, told: &Introduction) -> Result<(), Error> {
+    let Introduction { authorities_pem, keys, .. } = told;
+    Ok(TrustedPeers::new().set(cluster.parse()?, authorities_pem, keys)?)
+}
+
+fn told(said: Option<api::PeerIntroduction>) -> Result<(String, Introduction), Error> {
+    let said = said.ok_or_else(|| Error::invalid("introduction", "it is missing"))?;
+    let api::PeerIntroduction { cluster_id, authorities_pem, key_hashes, addresses } = said;
+    let authorities_pem = String::from_utf8(authorities_pem)
+        .map_err(|_| Error::invalid("authorities", "they are no PEM"))?;
+    Ok((cluster_id, Introduction { authorities_pem, keys: key_hashes, addresses }))
+}
+
+fn about(record: &PeerRecord) -> Object {
+    Object::new("peer", &record.cluster, &record.name)
+}
+
+fn cluster() -> Object {
+    Object::new("cluster", "", "")
+}

@@ -1,0 +1,131 @@
+//! The mirror's side of the control plane: whom to trust, and what is heard.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{MirrorAssignment, MirrorReport, WatchMirrorRequest};
+use quoin_identity::{ClusterId, Contact, SourceAddress, TermChannel};
+use tokio::sync::watch;
+use tonic::Status;
+
+use crate::Shared;
+
+/// A mirror that says nothing for several of these does not run, to the controller.
+const REPORT_EVERY: Duration = Duration::from_secs(1);
+/// Between attempts to reach a controller that is away.
+const RETRY: Duration = Duration::from_millis(500);
+const CALL_MAX: Duration = Duration::from_secs(5);
+
+pub(crate) struct Control {
+    pub shared: Arc<Shared>,
+    pub channel: TermChannel,
+    /// The address of this host by which the controller is reached.
+    pub source: SourceAddress,
+    pub contact: Contact,
+    /// Where it listens.
+    pub bound: SocketAddr,
+}
+
+impl Control {
+    /// Follows the assignments until `shutdown`; reconnects for ever.
+    ///
+    /// # Errors
+    /// The controller's word that the mirror was removed.
+    pub async fn follow(&self, shutdown: watch::Receiver<bool>) -> Result<(), String> {
+        let tell = |why| self.shared.options.metrics.health.set("controller", Some(why));
+        self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await
+    }
+
+    async fn follow_once(&self) -> Result<(), Status> {
+        let shared = &self.shared;
+        let mut client = AgentClient::new(self.channel.clone());
+        let request = WatchMirrorRequest { mirror: shared.options.name.clone() };
+        let mut assignments = client.watch_mirror(request).await?.into_inner();
+        while let Some(message) = assignments.message().await? {
+            self.contact.reached();
+            shared.options.metrics.health.set("controller", None);
+            let (identity, rules) = (&shared.identity, !message.does_not_rule);
+            let refused = |error: quoin_identity::Error| Status::unavailable(error.to_string());
+            if identity.accept_controller_term(&message.term, rules).map_err(refused)? {
+                self.obey(message);
+            }
+        }
+        Ok(())
+    }
+
+    fn obey(&self, message: MirrorAssignment) {
+        let shared = &self.shared;
+        let mut peers = Vec::new();
+        for peer in &message.peers {
+            let Ok(cluster) = peer.cluster_id.parse::<ClusterId>() else { continue };
+            let authorities = String::from_utf8_lossy(&peer.authorities_pem);
+            match shared.trusted.set(cluster, &authorities, &peer.key_hashes) {
+                Ok(()) => peers.push(cluster),
+                Err(error) => {
+                    tracing::error!(peer = %cluster, %error, "a peer cannot be trusted");
+                }
+            }
+        }
+        for cluster in shared.trusted.clusters() {
+            if !peers.contains(&cluster) {
+                shared.trusted.remove(cluster);
+            }
+        }
+        shared.contacts.keep(&peers);
+        let own = message.own.clone().unwrap_or_default();
+        shared.own.send_if_modified(|said| {
+            let is_news = *said != own;
+            *said = own;
+            is_news
+        });
+        shared.assignment.send_replace(Arc::new(message));
+    }
+
+    /// `None` before the controller was ever reached.
+    fn address(&self) -> Option<String> {
+        match &self.shared.options.advertise {
+            Some(given) => Some(given.clone()),
+            None if self.bound.ip().is_unspecified() => {
+                let ip = self.source.ip()?;
+                Some(SocketAddr::new(ip, self.bound.port()).to_string())
+            }
+            None => Some(self.bound.to_string()),
+        }
+    }
+
+    /// Reports until `shutdown`, and then that it leaves.
+    pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
+        let shared = &self.shared;
+        self.source.settle().await;
+        loop {
+            let leaving = *shutdown.borrow();
+            let assigned = shared.assignment.borrow().peers.clone();
+            let peers = shared.contacts.report(&assigned);
+            shared.options.metrics.show(&peers);
+            let mut request = tonic::Request::new(MirrorReport {
+                mirror: shared.options.name.clone(),
+                address: self.address().unwrap_or_default(),
+                version: env!("CARGO_PKG_VERSION").into(),
+                leaving,
+                peers,
+            });
+            request.set_timeout(CALL_MAX);
+            let told = AgentClient::new(self.channel.clone()).report_mirror(request).await;
+            if let Err(status) = told {
+                shared.options.metrics.health.set("reports", Some(status.message().to_owned()));
+                tracing::debug!(%status, "a report did not reach the controller");
+            } else {
+                shared.options.metrics.health.set("reports", None);
+            }
+            if leaving {
+                return;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(REPORT_EVERY) => {}
+                _ = shutdown.wait_for(|down| *down) => {}
+            }
+        }
+    }
+}
