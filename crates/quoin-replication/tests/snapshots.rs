@@ -325,6 +325,28 @@ fn a_revert_that_is_asked_for_again_is_answered_and_not_done_again() {
     assert_eq!(reverted(&c, 71), [RevertOutcome::NoSnapshot]);
 }
 
+/// Nothing would bring a replica that missed both past the Revert.
+#[test]
+fn a_snapshot_is_deleted_once_the_revert_to_it_is_stable() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    make(&mut c, 7);
+    c.write(0, 2);
+    c.run(std::time::Duration::from_secs(3));
+    c.hosts[1..].iter_mut().for_each(|host| host.holds_syncs = true);
+    let (snapshot, attempt) = (SnapshotId(7), SnapshotId(70));
+    c.event(PrimaryEvent::Revert { snapshot, attempt });
+    c.settle();
+    wish(&mut c, 7, SnapshotWish::Delete);
+    c.hosts[1..].iter_mut().for_each(|host| host.holds_syncs = false);
+    c.run(std::time::Duration::from_secs(3));
+    assert!(matches!(reverted(&c, 70)[..], [RevertOutcome::Done { .. }]));
+    assert_eq!(outcomes(&c, 7).len(), 1, "it was made, and the wish is to be said again");
+    wish(&mut c, 7, SnapshotWish::Delete);
+    c.run(std::time::Duration::from_secs(3));
+    assert_eq!(outcomes(&c, 7).last(), Some(&SnapshotOutcome::Deleted));
+}
+
 #[test]
 fn a_revert_waits_for_requests_of_clients_that_are_under_way() {
     let mut c = Cluster::new(3, config());

@@ -154,6 +154,7 @@ pub const ALL: &[Defect] = &[
     core("cache-to-media-acknowledged-at-commit", Swarm::PowerCuts),
     core("shown-under-cache-not-owed", Swarm::Blackouts),
     core("first-view-waited-for-without-end", Swarm::ManyVolumes),
+    core("snapshot-of-an-unstable-revert-deleted", Swarm::Snapshots),
     core("newest-view-of-an-append-alone", Swarm::Members),
     core("older-options-come-back", Swarm::Takeovers),
     core("options-in-force-while-opening", Swarm::Takeovers),

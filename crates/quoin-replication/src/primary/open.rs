@@ -421,20 +421,27 @@ impl Primary {
         }
     }
 
-    /// Returns true if IO waits for a replica that lacks what exists as a base only, though as many as are
-    /// needed are fed by entries: some of them came after the first View was made. Another open takes
-    /// those. The one that is waited for may never be complete: there is no way to it past an entry that
-    /// goes back to a snapshot which was deleted since.
-    pub(super) fn needs_no_increments(&self) -> bool {
+    /// Returns true if another open may start IO where this one waits for a replica that lacks what exists
+    /// as a base only: as many as are needed are fed by entries, some of which came after the first View
+    /// was made, or no base leads there, as where an entry behind all bases goes back to a snapshot that was
+    /// deleted since. Bases move on, and the next open sees them.
+    pub(super) fn waits_in_vain(&self) -> bool {
         let is_fed = |p: &Peer| {
             p.link == Link::Fed
                 && self.members.membership.contains(p.member)
                 && p.ack.as_ref().is_some_and(|ack| ack.quorum && !ack.damaged)
         };
         let fed = quorum::count(&self.members.peers, is_fed);
+        let is_rebuilding = |p: &Peer| p.link == Link::Rebuilding;
+        let (mut waiting, mut rebuilt) = (false, false);
+        for peer in self.members.peers.iter().filter(|peer| is_rebuilding(peer)) {
+            waiting |= peer.rebuild.is_none() && self.commit.views.counts(peer.member);
+            rebuilt |= peer.rebuild.is_some();
+        }
+        let has_no_base = waiting && !rebuilt;
         self.phase == Phase::Recovering
             && self.commit.views.short(&self.members.peers)
-            && fed >= usize::from(self.members.membership.cf)
+            && (has_no_base || fed >= usize::from(self.members.membership.cf))
             && !mutant::is("first-view-waited-for-without-end")
     }
 

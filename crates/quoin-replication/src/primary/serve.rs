@@ -42,7 +42,7 @@ impl Primary {
                 self.rest(now);
             }
             Phase::Fetching { .. } if now >= self.opening.answer_by => self.reopen(now, actions),
-            Phase::Recovering if now >= self.opening.answer_by && self.needs_no_increments() => {
+            Phase::Recovering if now >= self.opening.answer_by && self.waits_in_vain() => {
                 self.reopen(now, actions);
             }
             _ => {}

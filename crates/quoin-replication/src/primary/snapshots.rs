@@ -97,6 +97,7 @@ impl Primary {
                 let lsn = self.history.append_bare(self.opening.epoch, kind).lsn;
                 (lsn, self.made(id, lsn))
             }
+            (SnapshotWish::Delete, Some(_)) if self.goes_back_to(id) => return,
             (SnapshotWish::Delete, Some(_)) => {
                 let kind = EntryKind::DeleteSnapshot { id };
                 (self.history.append_bare(self.opening.epoch, kind).lsn, SnapshotOutcome::Deleted)
@@ -106,6 +107,15 @@ impl Primary {
         };
         self.commit.want_sync(lsn);
         self.requests.snapshots.push(Wished { id, wish, lsn, outcome });
+    }
+
+    /// Returns true if a Revert to this snapshot is not stable yet. A replica that lacks the snapshot cannot
+    /// follow the Revert; once it is deleted, only a base behind the Revert leads past it, and no base is
+    /// above stable.
+    fn goes_back_to(&self, snapshot: SnapshotId) -> bool {
+        let mut behind = self.history.after(self.commit.stable);
+        behind.any(|entry| matches!(entry.kind, EntryKind::Revert { id } if id == snapshot))
+            && !mutant::is("snapshot-of-an-unstable-revert-deleted")
     }
 
     fn made(&self, id: SnapshotId, lsn: Lsn) -> SnapshotOutcome {

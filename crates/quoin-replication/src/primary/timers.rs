@@ -31,7 +31,7 @@ impl Primary {
         match self.phase {
             Phase::Resting { until } | Phase::Draining { until, .. } => Some(until),
             Phase::Acquiring | Phase::Fetching { .. } => Some(self.opening.answer_by),
-            Phase::Recovering if self.needs_no_increments() => Some(self.opening.answer_by),
+            Phase::Recovering if self.waits_in_vain() => Some(self.opening.answer_by),
             _ => self.open_deadline(),
         }
     }
