@@ -33,8 +33,13 @@ pub enum NotTaken {
         "there are {PEERS_MAX} peers already, which is the limit; `quoin mirror unpair` ends one"
     )]
     TooMany,
-    #[error("another peer has that name; choose one with --name")]
+    #[error("another peer has the name that is given to this one; give it another (--name)")]
     Name,
+    #[error(
+        "that cluster is a peer already, and says something else of itself; to pair it anew, give it the name \
+         that it has here (--name), or unpair it first"
+    )]
+    Known,
 }
 
 /// Checks what a cluster says of itself.
@@ -68,8 +73,11 @@ pub fn is_address(text: &str) -> bool {
         && parts.is_some_and(|(host, port)| is_host(host) && is_port(port))
 }
 
-/// The record of a cluster that becomes a peer, or is paired anew: then it keeps its name unless another one
-/// is asked for.
+/// The record of a cluster that becomes a peer, or is paired anew.
+///
+/// A token proves that somebody was meant to become a peer, and not that he is the cluster that he says. So
+/// another authority takes the place of a known peer only where a person names that peer. The same authority
+/// adds what was not known yet, and changes nothing else.
 ///
 /// # Errors
 /// The reason why it is not taken.
@@ -93,11 +101,21 @@ pub fn paired(
     if former.is_none() && others.len() >= PEERS_MAX {
         return Err(NotTaken::TooMany);
     }
-    let name = match (name, former) {
-        ("", Some(former)) => former.name.clone(),
-        ("", None) => cluster[..NAME_DIGITS].to_owned(),
-        (name, _) => name.to_owned(),
-    };
+    if let Some(former) = former.filter(|former| former.name != name) {
+        let known = &former.introduction;
+        if known.authorities_pem != introduction.authorities_pem {
+            return Err(NotTaken::Known);
+        }
+        let mut same = former.clone();
+        if known.keys.is_empty() {
+            same.introduction.keys = introduction.keys;
+        }
+        if known.addresses.is_empty() {
+            same.introduction.addresses = introduction.addresses;
+        }
+        return Ok(same);
+    }
+    let name = if name.is_empty() { &cluster[..NAME_DIGITS] } else { name }.to_owned();
     if others.iter().any(|peer| peer.name == name || peer.cluster == name) {
         return Err(NotTaken::Name);
     }
@@ -157,7 +175,15 @@ mod tests {
         assert_eq!(pair(&[], &id(0xABC), "").unwrap().name, "00000000");
         let east = std::sync::Arc::new(pair(&[], &id(2), "east").unwrap());
         assert_eq!(pair(&[east.clone()], &id(2), "").unwrap().name, "east");
-        assert_eq!(pair(&[east.clone()], &id(2), "west").unwrap().name, "west");
+        assert_eq!(
+            pair(&[east.clone()], &id(2), "west").unwrap(),
+            *east,
+            "a repeat changes nothing"
+        );
+        let thief = Introduction { authorities_pem: "-----ANOTHER".into(), ..said() };
+        let as_named = |name| paired(&[east.clone()], &id(1), (&id(2), name), thief.clone(), 6);
+        assert_eq!((as_named(""), as_named("west")), (Err(NotTaken::Known), Err(NotTaken::Known)));
+        assert_eq!(as_named("east").unwrap().introduction, thief, "its authority was replaced");
         assert_eq!(pair(&[east.clone()], &id(3), "east"), Err(NotTaken::Name));
         assert_eq!(pair(&[east], &id(3), &id(2)), Err(NotTaken::Name), "an id means one cluster");
     }

@@ -140,6 +140,9 @@ impl Error {
                 quoin_identity::Error::Name { .. }
                 | quoin_identity::Error::Role(_)
                 | quoin_identity::Error::Token(_)
+                | quoin_identity::Error::PairToken(_)
+                | quoin_identity::Error::PairAddresses { .. }
+                | quoin_identity::Error::Trust { .. }
                 | quoin_identity::Error::Certificate(_) => Code::InvalidArgument,
                 _ => Code::Internal,
             },

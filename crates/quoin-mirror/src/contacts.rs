@@ -48,6 +48,20 @@ impl Contacts {
         self.lock().retain(|peer, _| peers.contains(&ClusterId(*peer)));
     }
 
+    /// The controller took these, or refused them for good: the same is not told again. A peer says more
+    /// when something changes.
+    pub fn told(&self, reported: &[PeerContact]) {
+        let mut contacts = self.lock();
+        for told in reported.iter().filter(|contact| contact.introduction.is_some()) {
+            let of = told.cluster_id.parse::<ClusterId>().ok();
+            if let Some(contact) = of.and_then(|peer| contacts.get_mut(&peer.0))
+                && contact.said == told.introduction
+            {
+                contact.said = None;
+            }
+        }
+    }
+
     /// Report to the controller. `assigned`: what that knows of a peer; the same is not said again.
     pub fn report(&self, assigned: &[PeerIntroduction]) -> Vec<PeerContact> {
         let contact = |(peer, contact): (&u128, &Contact)| {
@@ -86,7 +100,18 @@ mod tests {
         let report = contacts.report(std::slice::from_ref(&known));
         assert_eq!(report[0].introduction.as_ref(), Some(&moved));
         assert!(report[0].heard_ms.is_some_and(|ms| ms < 10_000));
-        assert_eq!(contacts.report(&[moved])[0].introduction, None);
+        assert_eq!(contacts.report(std::slice::from_ref(&moved))[0].introduction, None);
+        let report = contacts.report(std::slice::from_ref(&known));
+        contacts.said(peer, PeerIntroduction { addresses: vec!["c:1".into()], ..known.clone() });
+        contacts.told(&report);
+        let later = contacts.report(std::slice::from_ref(&known));
+        assert!(later[0].introduction.is_some(), "what it said since is to be told");
+        contacts.told(&later);
+        let again = contacts.report(std::slice::from_ref(&moved));
+        assert_eq!(
+            again[0].introduction, None,
+            "a pairing anew is not undone by what was said before"
+        );
         assert_eq!(contacts.report(&[]), [], "of a cluster that is no peer nothing is told");
         contacts.keep(&[]);
         assert_eq!(contacts.report(&[known]), []);

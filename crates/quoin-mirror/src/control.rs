@@ -109,10 +109,14 @@ impl Control {
                 address: self.address().unwrap_or_default(),
                 version: env!("CARGO_PKG_VERSION").into(),
                 leaving,
-                peers,
+                peers: peers.clone(),
             });
             request.set_timeout(CALL_MAX);
             let told = AgentClient::new(self.channel.clone()).report_mirror(request).await;
+            let is_refused = |status: &tonic::Status| status.code() == tonic::Code::InvalidArgument;
+            if told.as_ref().map_or_else(is_refused, |_| true) {
+                shared.contacts.told(&peers);
+            }
             if let Err(status) = told {
                 shared.options.metrics.health.set("reports", Some(status.message().to_owned()));
                 tracing::debug!(%status, "a report did not reach the controller");

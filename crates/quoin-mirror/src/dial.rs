@@ -68,6 +68,9 @@ async fn keep_link(shared: Arc<Shared>, peer: ClusterId) {
                 Ok(ended) => {
                     shared.contacts.unlinked(peer, format!("{address}: {ended}"));
                     pause = PAUSE;
+                    // The addresses may be others by now.
+                    why.clear();
+                    break;
                 }
                 Err(error) => why.push(format!("{address}: {error}")),
             }
@@ -99,7 +102,9 @@ async fn link_to(shared: &Shared, peer: ClusterId, address: &str) -> Result<Stri
             contacts.linked(peer, address);
         }
         contacts.heard(peer);
-        if let Frame::Hello(said) = frame {
+        if let Frame::Hello(said) = frame
+            && said.cluster_id == peer.to_string()
+        {
             contacts.said(peer, said);
         }
     };

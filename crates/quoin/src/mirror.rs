@@ -3,7 +3,8 @@
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use quoin_api::control::{
-    InvitePeerRequest, ListPeersRequest, PairPeerRequest, Peer, UnpairPeerRequest,
+    InvitePeerRequest, ListPeersRequest, PairPeerRequest, Peer, RemoveMirrorRequest,
+    UnpairPeerRequest,
 };
 use serde::Serialize;
 
@@ -38,6 +39,12 @@ pub enum MirrorCommand {
     Unpair {
         /// Its name or its cluster's id, as `quoin mirror peers` shows them.
         peer: String,
+    },
+    /// Take a mirror of this cluster out of it: its certificate is no longer accepted, here or by peers.
+    #[command(visible_alias = "rm", after_help = "Example:\n  quoin mirror remove host-3")]
+    Remove {
+        /// Its name, as it joined.
+        mirror: String,
     },
     /// Link this cluster to its peers: one process beside each target.
     Run(Box<crate::roles::MirrorOptions>),
@@ -114,6 +121,14 @@ pub async fn run(command: MirrorCommand, client: &ClientOptions, format: Format)
                     "peer {} is trusted no more; `quoin mirror unpair` there ends its side",
                     peer.name
                 )
+            })
+        }
+        MirrorCommand::Remove { mirror } => {
+            let request = RemoveMirrorRequest { mirror: mirror.clone() };
+            cluster.remove_mirror(request).await.map_err(refusal)?;
+            let view = RemovedView { kind: "mirror", name: &mirror, state: "removed" };
+            output::print_one(format, &view, || {
+                format!("mirror {mirror} is removed: its certificate is no longer accepted")
             })
         }
         MirrorCommand::Run(_) => unreachable!("it is a role, and runs without a client"),

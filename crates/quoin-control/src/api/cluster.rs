@@ -860,6 +860,15 @@ impl Cluster for Services {
         Ok(Response::new(UnpairPeerResponse { peer: Some(peer) }))
     }
 
+    async fn remove_mirror(
+        &self,
+        request: Request<RemoveMirrorRequest>,
+    ) -> Result<Response<RemoveMirrorResponse>, Status> {
+        self.govern(&request)?;
+        self.controller.membership.peers.remove_mirror(&request.get_ref().mirror).await?;
+        Ok(Response::new(RemoveMirrorResponse {}))
+    }
+
     async fn rotate_authority(
         &self,
         request: Request<RotateAuthorityRequest>,

@@ -136,6 +136,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/PairPeer", OpenTo::Governors, SMALL),
     ("Cluster/ListPeers", OpenTo::Governors, SMALL),
     ("Cluster/UnpairPeer", OpenTo::Governors, SMALL),
+    ("Cluster/RemoveMirror", OpenTo::Governors, SMALL),
     ("Cluster/Backup", OpenTo::Governors, ASKED),
     ("Cluster/RecoverRecords", OpenTo::Governors, ASKED),
     ("Agent/WatchPool", OpenTo::Pools, SMALL),

@@ -130,28 +130,45 @@ impl Members {
         Ok(expires_ms)
     }
 
-    /// Uses a token for another cluster. Returns what that is called here.
-    pub(crate) async fn take_peer_token(
+    /// Name that this cluster is given where it pairs with this token, which it may use.
+    pub(crate) fn peer_token_name(
         &self,
         secret_hash: &str,
         cluster: &str,
     ) -> Result<String, Error> {
-        let refused = || {
-            Error::Unauthenticated(
-                "the token is unknown, used or expired; make a new one with `quoin mirror invite`"
-                    .to_owned(),
-            )
-        };
-        let take = |record: &mut TokenRecord| {
-            // The token has the name that the peer is given here, and no member's.
-            let mut taken = TokenRecord { holder: String::new(), ..record.clone() };
-            tokens::take(&mut taken, (PEER, cluster, cluster), self.doubt().as_deref(), now_ms())
-                .map_err(|_| refused())?;
-            record.used_by = taken.used_by;
-            Ok(record.holder.clone())
-        };
+        let found = self.state.joined.tokens.get(secret_hash).ok_or_else(bad_peer_token)?;
+        self.use_peer_token(&mut TokenRecord::clone(&found), cluster)?;
+        Ok(found.holder.clone())
+    }
+
+    fn use_peer_token(&self, record: &mut TokenRecord, cluster: &str) -> Result<(), Error> {
+        // The token has the name that the peer is given here, and no member's.
+        let mut taken = TokenRecord { holder: String::new(), ..record.clone() };
+        tokens::take(&mut taken, (PEER, cluster, cluster), self.doubt().as_deref(), now_ms())
+            .map_err(|_| bad_peer_token())?;
+        record.used_by = taken.used_by;
+        Ok(())
+    }
+
+    /// Ends the tokens that this cluster has used.
+    pub(crate) async fn end_peer_tokens(&self, cluster: &str) -> Result<(), Error> {
+        let user = format!("{PEER}/{cluster}");
+        let used = |token: &TokenRecord| token.used_by.as_ref().is_some_and(|by| by.0 == user);
+        for token in self.state.joined.tokens.list().iter().filter(|token| used(token)) {
+            self.state.joined.tokens.remove(&token.secret_hash, |found| used(found)).await?;
+        }
+        Ok(())
+    }
+
+    /// Uses a token for another cluster.
+    pub(crate) async fn take_peer_token(
+        &self,
+        secret_hash: &str,
+        cluster: &str,
+    ) -> Result<(), Error> {
+        let take = |record: &mut TokenRecord| self.use_peer_token(record, cluster);
         let taken = self.state.joined.tokens.update(secret_hash, take).await?;
-        Ok(taken.ok_or_else(refused)?.1)
+        taken.map(drop).ok_or_else(bad_peer_token)
     }
 
     /// The tokens that are still good, or were used and would be.
@@ -442,6 +459,13 @@ impl Members {
     pub(crate) fn authority(&self) -> MutexGuard<'_, Authority> {
         self.authority.lock().expect("no holder of this lock panics")
     }
+}
+
+fn bad_peer_token() -> Error {
+    Error::Unauthenticated(
+        "the token is unknown, used or expired; make a new one with `quoin mirror invite`"
+            .to_owned(),
+    )
 }
 
 /// A token's name among people: the beginning of its secret's hash.

@@ -29,7 +29,7 @@ impl Parts {
         let members = members::Members::new(state.clone(), authority, admission.clone());
         let (terms, members) = (Arc::new(term::Terms::new(state.clone())), Arc::new(members));
         let clocks = Arc::new(clocks::Clocks::new(state.clone()));
-        let peers = peers::Peers::new(state.clone(), members.clone());
+        let peers = peers::Peers::new(state.clone(), members.clone(), admission.clone());
         Self { terms, admission, clocks, members, peers }
     }
 

@@ -12,11 +12,12 @@ use std::time::Duration;
 
 use quoin_api::control::{self as api, MirrorReport};
 use quoin_cluster::peers::{self, NotTaken};
-use quoin_cluster::records::{Introduction, MirrorAddressRecord, PeerRecord};
+use quoin_cluster::records::{Introduction, MemberOfCluster, MirrorAddressRecord, PeerRecord};
 use quoin_identity::{PairToken, Role, TrustedPeers, check_name};
 use tokio::time::Instant;
 
 use crate::Error;
+use crate::membership::admission::Admission;
 use crate::membership::members::Members;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
@@ -26,6 +27,10 @@ use crate::time::{now_ms, timestamp};
 const CALL_WITHIN: Duration = Duration::from_secs(10);
 /// A mirror that says nothing for so long does not run.
 const RUNS_WITHIN: Duration = Duration::from_secs(5);
+/// Digits of a cluster's id that name it.
+const ID_DIGITS_MIN: usize = 8;
+/// Between two changes of a record that one mirror, or one peer, causes.
+const CHANGES_APART: Duration = Duration::from_secs(2);
 /// A peer of which nothing was heard for so long is silent.
 const SILENT_AFTER: Duration = Duration::from_secs(30);
 
@@ -38,7 +43,6 @@ struct MirrorSeen {
 
 #[derive(Clone, Default, Debug)]
 struct PeerSeen {
-    heard: Option<Instant>,
     linked_to: String,
     message: String,
 }
@@ -47,14 +51,32 @@ struct PeerSeen {
 pub struct Peers {
     state: Arc<State>,
     members: Arc<Members>,
+    admission: Arc<Admission>,
     mirrors: std::sync::Mutex<BTreeMap<String, MirrorSeen>>,
+    /// When each peer was heard last, by any mirror.
+    heard: std::sync::Mutex<BTreeMap<String, Instant>>,
     /// Peers that were told to be silent.
     silent: std::sync::Mutex<std::collections::BTreeSet<String>>,
+    /// Makes the checks of a pairing and its record one step.
+    pairing: tokio::sync::Mutex<()>,
+    /// When a mirror, or a peer, changed a record last: each change may cause others in other clusters.
+    changed: std::sync::Mutex<BTreeMap<String, Instant>>,
+    started: Instant,
 }
 
 impl Peers {
-    pub(crate) fn new(state: Arc<State>, members: Arc<Members>) -> Self {
-        Self { state, members, mirrors: Default::default(), silent: Default::default() }
+    pub(crate) fn new(state: Arc<State>, members: Arc<Members>, admission: Arc<Admission>) -> Self {
+        Self {
+            state,
+            members,
+            admission,
+            mirrors: Default::default(),
+            heard: Default::default(),
+            silent: Default::default(),
+            pairing: Default::default(),
+            changed: Default::default(),
+            started: Instant::now(),
+        }
     }
 
     /// A new token with which one other cluster becomes a peer, called `name`.
@@ -96,9 +118,12 @@ impl Peers {
         self.state.check_ruling()?;
         let token: PairToken = token.parse()?;
         let (peer, told) = told(introduction)?;
-        // A statement that would be refused must not take the token.
-        self.record(&peer, "", told.clone())?;
-        let name = self.members.take_peer_token(&token.secret_hash(), &peer).await?;
+        let _one = self.pairing.lock().await;
+        // A statement that is refused takes no token.
+        let name = self.members.peer_token_name(&token.secret_hash(), &peer)?;
+        check_trust(&peer, &told)?;
+        self.record(&peer, &name, told.clone())?;
+        self.members.take_peer_token(&token.secret_hash(), &peer).await?;
         self.pair_with(&peer, &name, told).await?;
         Ok(self.own())
     }
@@ -108,10 +133,12 @@ impl Peers {
         self.state.check_ruling()?;
         let token: PairToken = token.trim().parse()?;
         check_peer_name(name)?;
+        let _one = self.pairing.lock().await;
         let cluster = token.cluster.to_string();
-        let placeholder = Introduction { authorities_pem: "-".into(), ..Introduction::default() };
         // Before the other side takes this one for a peer.
-        self.record(&cluster, name, placeholder)?;
+        let known = self.state.joined.peers.get(&cluster);
+        let placeholder = Introduction { authorities_pem: "-".into(), ..Introduction::default() };
+        self.record(&cluster, name, known.map_or(placeholder, |peer| peer.introduction.clone()))?;
         let mut why = Vec::new();
         for address in token.addresses() {
             match self.ask(address, &token).await {
@@ -194,7 +221,11 @@ impl Peers {
     /// Trusts a peer no more, named by its name or its id.
     pub async fn unpair(&self, peer: &str) -> Result<api::Peer, Error> {
         let record = self.find(peer)?;
+        let _one = self.pairing.lock().await;
+        // The token that it used may be used once more by the same cluster.
+        self.members.end_peer_tokens(&record.cluster).await?;
         self.state.joined.peers.remove(&record.cluster, |_| true).await?;
+        self.heard().remove(&record.cluster);
         let message = "its mirrors are not let in any more";
         self.event(about(&record), Severity::Normal, "PeerUnpaired", message);
         Ok(self.shown(&record))
@@ -202,7 +233,11 @@ impl Peers {
 
     fn find(&self, peer: &str) -> Result<Arc<PeerRecord>, Error> {
         let mut all = self.state.joined.peers.list().into_iter();
-        let found = all.find(|record| record.name == peer || record.cluster == peer);
+        let is_it = |record: &Arc<PeerRecord>| {
+            let is_begun = peer.len() >= ID_DIGITS_MIN && record.cluster.starts_with(peer);
+            record.name == peer || is_begun
+        };
+        let found = all.find(is_it);
         found.ok_or_else(|| Error::missing("peer", peer.chars().take(80).collect::<String>()))
     }
 
@@ -217,7 +252,13 @@ impl Peers {
     fn own(&self) -> api::PeerIntroduction {
         let members = self.state.joined.members.list();
         let mirrors = members.iter().filter(|member| member.role == Role::Mirror.as_str());
-        let addresses = self.state.joined.mirror_addresses.list();
+        let is_there =
+            |mirror: &str| mirrors.clone().any(|member| member.holder == mirror && !member.removed);
+        let mut addresses = self.state.joined.mirror_addresses.list();
+        addresses.retain(|record| is_there(&record.mirror));
+        // Those that run are worth the few places most.
+        let running = self.running();
+        addresses.sort_by_key(|record| !running.contains(&record.mirror));
         let addresses = addresses.iter().take(peers::ADDRESSES_MAX);
         api::PeerIntroduction {
             cluster_id: self.state.identity.cluster().to_string(),
@@ -249,27 +290,59 @@ impl Peers {
 
     /// The mirror that links to the peers.
     fn leader(&self) -> Option<String> {
+        peers::leader(self.running().iter().map(String::as_str)).map(str::to_owned)
+    }
+
+    fn running(&self) -> Vec<String> {
         let mirrors = self.mirrors();
         let running = mirrors.iter().filter(|(_, seen)| seen.last.elapsed() < RUNS_WITHIN);
-        peers::leader(running.map(|(name, _)| name.as_str())).map(str::to_owned)
+        running.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Returns true if this one may change a record now, and notes that it does.
+    fn may_change(&self, who: &str) -> bool {
+        let mut changed = self.changed.lock().expect("no holder of this lock panics");
+        let is_due = changed.get(who).is_none_or(|last| last.elapsed() >= CHANGES_APART);
+        if is_due {
+            changed.retain(|_, last| last.elapsed() < CHANGES_APART);
+            changed.insert(who.to_owned(), Instant::now());
+        }
+        is_due
+    }
+
+    /// Takes a mirror out of the cluster: peers hear that its key counts no more.
+    pub async fn remove_mirror(&self, mirror: &str) -> Result<(), Error> {
+        let name = format!("{}/{mirror}", Role::Mirror);
+        let is_there = |member: &Arc<MemberOfCluster>| !member.removed;
+        if !self.state.joined.members.get(&name).is_some_and(|member| is_there(&member)) {
+            return Err(Error::missing("mirror", mirror.chars().take(80).collect::<String>()));
+        }
+        self.admission.expel(Role::Mirror, mirror).await?;
+        self.state.joined.mirror_addresses.remove(mirror, |_| true).await?;
+        self.mirrors().remove(mirror);
+        let about = Object::new("mirror", mirror, mirror);
+        self.event(about, Severity::Normal, "MirrorRemoved", "it is no member any more");
+        Ok(())
     }
 
     /// Takes a mirror's report in.
     pub async fn report(&self, report: MirrorReport) -> Result<(), Error> {
         check_name("mirror", &report.mirror)?;
-        if report.peers.len() > peers::PEERS_MAX {
-            return Err(Error::invalid("peers", format!("at most {}", peers::PEERS_MAX)));
-        }
         self.learn_address(&report).await?;
         let now = Instant::now();
         let (mut seen, mut introductions) = (BTreeMap::new(), Vec::new());
-        for contact in report.peers {
+        for contact in report.peers.into_iter().take(2 * peers::PEERS_MAX) {
             let Some(record) = self.state.joined.peers.get(&contact.cluster_id) else { continue };
             let heard = contact.heard_ms.and_then(|ms| now.checked_sub(Duration::from_millis(ms)));
+            if let Some(at) = heard {
+                let mut heard = self.heard();
+                let last = heard.entry(record.cluster.clone()).or_insert(at);
+                *last = at.max(*last);
+            }
             let is_bounded = |text: &String| text.len() <= 512;
             let kept = |text: String| if is_bounded(&text) { text } else { String::new() };
             let (linked_to, message) = (kept(contact.linked_to), kept(contact.message));
-            seen.insert(record.cluster.clone(), PeerSeen { heard, linked_to, message });
+            seen.insert(record.cluster.clone(), PeerSeen { linked_to, message });
             introductions.extend(contact.introduction.map(|said| (record, said)));
         }
         match report.leaving {
@@ -279,10 +352,27 @@ impl Peers {
                 self.mirrors().insert(report.mirror, seen);
             }
         }
+        // Each for itself: one that says what cannot be taken keeps no other from being heard.
+        let mut failed = Ok(());
         for (record, said) in introductions {
-            self.introduced(&record, said).await?;
+            match self.introduced(&record, said).await {
+                Ok(()) => {}
+                Err(Error::Invalid { field, rule }) => {
+                    let why = format!("what it says of itself is not taken: {field}: {rule}");
+                    self.refused(&record, why);
+                }
+                Err(Error::Identity(why)) => self.refused(&record, why.to_string()),
+                Err(error) => failed = Err(error),
+            }
         }
-        Ok(())
+        failed
+    }
+
+    fn refused(&self, record: &PeerRecord, why: String) {
+        if self.may_change(&format!("refused/{}", record.cluster)) {
+            let why = crate::text::plain(&why);
+            self.event(about(record), Severity::Warning, "PeerRefused", why);
+        }
     }
 
     async fn learn_address(&self, report: &MirrorReport) -> Result<(), Error> {
@@ -291,9 +381,15 @@ impl Peers {
             return Err(Error::invalid("address", "host:port, as peers reach this mirror"));
         }
         let table = &self.state.joined.mirror_addresses;
+        if table.get(mirror).is_some_and(|known| known.address == *address) {
+            return Ok(());
+        }
+        // It is reported again.
+        if !self.may_change(&format!("mirror/{mirror}")) {
+            return Ok(());
+        }
         let record = MirrorAddressRecord { mirror: mirror.clone(), address: address.clone() };
         match table.get(mirror) {
-            Some(known) if *known == record => return Ok(()),
             Some(_) => {}
             None if table.create(record.clone()).await?.is_ok() => return Ok(()),
             None => {}
@@ -317,6 +413,13 @@ impl Peers {
             return Err(Error::invalid("clusterId", "a peer speaks for itself alone"));
         }
         check_trust(&cluster, &said)?;
+        let mut after = PeerRecord::clone(record);
+        if !peers::introduced(&mut after, &said)? {
+            return Ok(());
+        }
+        if !self.may_change(&format!("peer/{cluster}")) {
+            return Err(Error::Busy("the peer changed just now; it is told again".into()));
+        }
         let take = |found: &mut PeerRecord| Ok(peers::introduced(found, &said)?);
         let updated = self.state.joined.peers.update(&cluster, take).await?;
         if let Some((after, true)) = updated {
@@ -329,7 +432,10 @@ impl Peers {
     /// Tells of peers that fell silent or speak again; called every second.
     pub(crate) fn watch(&self) {
         for record in self.state.joined.peers.list() {
-            let Some(heard) = self.heard(&record.cluster) else { continue };
+            if self.leader().is_none() {
+                continue;
+            }
+            let heard = self.heard().get(&record.cluster).copied().unwrap_or(self.started);
             let mut silent = self.silent.lock().expect("no holder of this lock panics");
             if heard.elapsed() >= SILENT_AFTER {
                 if silent.insert(record.cluster.clone()) {
@@ -347,14 +453,12 @@ impl Peers {
         }
     }
 
-    /// When any mirror of this cluster heard one of the peer's last.
-    fn heard(&self, cluster: &str) -> Option<Instant> {
-        let mirrors = self.mirrors();
-        mirrors.values().filter_map(|seen| seen.peers.get(cluster)?.heard).max()
+    fn heard(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Instant>> {
+        self.heard.lock().expect("no holder of this lock panics")
     }
 
     fn shown(&self, record: &PeerRecord) -> api::Peer {
-        let (heard, leader) = (self.heard(&record.cluster), self.leader());
+        let (heard, leader) = (self.heard().get(&record.cluster).copied(), self.leader());
         let mirrors = self.mirrors();
         let link =
             leader.as_ref().and_then(|leader| mirrors.get(leader)?.peers.get(&record.cluster));
@@ -364,7 +468,9 @@ impl Peers {
                 "no mirror here",
                 "no `quoin mirror run` of this cluster runs: start one beside each target".to_owned(),
             ),
-            (_, Some(heard)) if heard.elapsed() < SILENT_AFTER => ("linked", link.message),
+            (_, Some(heard)) if heard.elapsed() < SILENT_AFTER => {
+                (if link.linked_to.is_empty() { "heard" } else { "linked" }, link.message)
+            }
             (_, Some(_)) => ("silent", link.message),
             (_, None) if record.introduction.addresses.is_empty() => (
                 "not heard yet",
@@ -415,7 +521,9 @@ impl From<NotTaken> for Error {
     fn from(why: NotTaken) -> Self {
         match why {
             NotTaken::TooMany => Self::Exhausted(why.to_string()),
-            NotTaken::Name | NotTaken::Itself => Self::Precondition(why.to_string()),
+            NotTaken::Name | NotTaken::Known | NotTaken::Itself => {
+                Self::Precondition(why.to_string())
+            }
             NotTaken::Id | NotTaken::Authorities | NotTaken::Keys | NotTaken::Addresses => {
                 Self::invalid("introduction", why.to_string())
             }
