@@ -83,7 +83,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
         .iter()
         .filter_map(|call| call.strip_prefix("try-restart quoin-")?.strip_suffix(".service"))
         .collect();
-    assert_eq!(restarted, ["controller", "pool@a", "target", "attach", "node"]);
+    assert_eq!(restarted, ["controller", "pool@a", "target", "attach", "node", "mirror"]);
     assert_eq!(calls[0], "daemon-reload");
     let mut active = machine.active();
     active.retain(|unit| unit != "quoin.target");

@@ -153,7 +153,6 @@ pub const ALL: &[Defect] = &[
     core("read-at-commit-under-media", Swarm::PowerCuts).like("read-at-commit-under-media"),
     core("cache-to-media-acknowledged-at-commit", Swarm::PowerCuts),
     core("shown-under-cache-not-owed", Swarm::Blackouts),
-    core("first-view-waited-for-without-end", Swarm::ManyVolumes),
     core("snapshot-of-an-unstable-revert-deleted", Swarm::Snapshots),
     core("newest-view-of-an-append-alone", Swarm::Members),
     core("older-options-come-back", Swarm::Takeovers),

@@ -256,7 +256,7 @@ impl Peers {
             |mirror: &str| mirrors.clone().any(|member| member.holder == mirror && !member.removed);
         let mut addresses = self.state.joined.mirror_addresses.list();
         addresses.retain(|record| is_there(&record.mirror));
-        // Those that run are worth the few places most.
+        // Running mirrors are worth the few places most.
         let running = self.running();
         addresses.sort_by_key(|record| !running.contains(&record.mirror));
         let addresses = addresses.iter().take(peers::ADDRESSES_MAX);

@@ -442,7 +442,6 @@ impl Primary {
         self.phase == Phase::Recovering
             && self.commit.views.short(&self.members.peers)
             && (has_no_base || fed >= usize::from(self.members.membership.cf))
-            && !mutant::is("first-view-waited-for-without-end")
     }
 
     /// Appends a View of the newest rule with this in-sync set.
