@@ -251,7 +251,8 @@ fn cut_power_within_opens(seed: u64) {
                 whole.record();
                 drop(Pool::open(whole.clone(), options()).expect("nothing is lost of the ring"));
                 let events = whole.events();
-                let begun = random.random_range(0..=events.len().min(OPENING_EVENTS[seed as usize % 2]));
+                let begun =
+                    random.random_range(0..=events.len().min(OPENING_EVENTS[seed as usize % 2]));
                 common::repeat(&disk, &events[..begun]);
                 disk.power_cut(|| random.random_bool(0.5));
                 pool = Pool::open(disk.clone(), options()).expect("nothing is lost of the ring");
