@@ -174,18 +174,23 @@ mod tests {
         assert_eq!(pair(&[], "0123", "east"), Err(NotTaken::Id));
         assert_eq!(pair(&[], &id(0xABC), "").unwrap().name, "00000000");
         let east = std::sync::Arc::new(pair(&[], &id(2), "east").unwrap());
-        assert_eq!(pair(&[east.clone()], &id(2), "").unwrap().name, "east");
+        assert_eq!(pair(std::slice::from_ref(&east), &id(2), "").unwrap().name, "east");
         assert_eq!(
-            pair(&[east.clone()], &id(2), "west").unwrap(),
+            pair(std::slice::from_ref(&east), &id(2), "west").unwrap(),
             *east,
             "a repeat changes nothing"
         );
         let thief = Introduction { authorities_pem: "-----ANOTHER".into(), ..said() };
-        let as_named = |name| paired(&[east.clone()], &id(1), (&id(2), name), thief.clone(), 6);
+        let as_named =
+            |name| paired(std::slice::from_ref(&east), &id(1), (&id(2), name), thief.clone(), 6);
         assert_eq!((as_named(""), as_named("west")), (Err(NotTaken::Known), Err(NotTaken::Known)));
         assert_eq!(as_named("east").unwrap().introduction, thief, "its authority was replaced");
-        assert_eq!(pair(&[east.clone()], &id(3), "east"), Err(NotTaken::Name));
-        assert_eq!(pair(&[east], &id(3), &id(2)), Err(NotTaken::Name), "an id means one cluster");
+        assert_eq!(pair(std::slice::from_ref(&east), &id(3), "east"), Err(NotTaken::Name));
+        assert_eq!(
+            pair(std::slice::from_ref(&east), &id(3), &id(2)),
+            Err(NotTaken::Name),
+            "an id means one cluster"
+        );
     }
 
     #[test]
