@@ -75,9 +75,9 @@ pub fn is_address(text: &str) -> bool {
 
 /// The record of a cluster that becomes a peer, or is paired anew.
 ///
-/// A token proves that somebody was meant to become a peer, and not that he is the cluster that he says. So
-/// another authority takes the place of a known peer only where a person names that peer. The same authority
-/// adds what was not known yet, and changes nothing else.
+/// A token proves an invitation, and not the cluster id that is shown with it. So another authority takes the
+/// place of a known peer only where a person names that peer. The same authority adds what was not known
+/// yet, and changes nothing else.
 ///
 /// # Errors
 /// The reason why it is not taken.

@@ -4,8 +4,8 @@
 //! Each cluster has an authority of its own, and no member but a mirror trusts another cluster's. A
 //! peer is accepted if the URI of its certificate names a mirror of a trusted cluster, its chain
 //! leads to the authorities of *that* cluster, and its key is in the list that this cluster sent
-//! last. So the authority of one cluster cannot speak for another, and whoever stole an authority
-//! has no listed key. All three are looked up at each handshake; [`TrustedPeers::still_trusts`] tells
+//! last. So the authority of one cluster cannot speak for another, and a stolen authority alone
+//! opens nothing, as its keys are not listed. All three are looked up at each handshake; [`TrustedPeers::still_trusts`] tells
 //! which open connections are to be cut after a change.
 
 use std::collections::{HashMap, HashSet};
@@ -52,7 +52,7 @@ struct Trust {
 }
 
 impl TrustedPeers {
-    /// Returns an empty set: nobody is trusted.
+    /// Returns an empty set, by which no cluster is trusted.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::default()

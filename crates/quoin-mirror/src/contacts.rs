@@ -48,8 +48,8 @@ impl Contacts {
         self.lock().retain(|peer, _| peers.contains(&ClusterId(*peer)));
     }
 
-    /// The controller took these, or refused them for good: the same is not told again. A peer says more
-    /// when something changes.
+    /// The controller has these, whether it took or refused them: the same is not told again. A peer says
+    /// more when something changes.
     pub fn told(&self, reported: &[PeerContact]) {
         let mut contacts = self.lock();
         for told in reported.iter().filter(|contact| contact.introduction.is_some()) {

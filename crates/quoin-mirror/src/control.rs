@@ -113,15 +113,16 @@ impl Control {
             });
             request.set_timeout(CALL_MAX);
             let told = AgentClient::new(self.channel.clone()).report_mirror(request).await;
-            let is_refused = |status: &tonic::Status| status.code() == tonic::Code::InvalidArgument;
-            if told.as_ref().map_or_else(is_refused, |_| true) {
-                shared.contacts.told(&peers);
-            }
-            if let Err(status) = told {
-                shared.options.metrics.health.set("reports", Some(status.message().to_owned()));
-                tracing::debug!(%status, "a report did not reach the controller");
-            } else {
-                shared.options.metrics.health.set("reports", None);
+            match told {
+                // A refusal of the whole report, as of its address, says nothing of the introductions.
+                Ok(_) => {
+                    shared.contacts.told(&peers);
+                    shared.options.metrics.health.set("reports", None);
+                }
+                Err(status) => {
+                    shared.options.metrics.health.set("reports", Some(status.message().to_owned()));
+                    tracing::debug!(%status, "a report was not taken");
+                }
             }
             if leaving {
                 return;

@@ -29,7 +29,7 @@ const TOKEN_TTL: Duration = Duration::from_secs(3600);
 const TOKEN_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Hex digits of a token's hash that name it to people.
 const TOKEN_ID_DIGITS: usize = 12;
-/// Role of a token for another cluster: nobody joins with it.
+/// Role of a token for another cluster; no member joins with it.
 const PEER: &str = "peer";
 /// Unused tokens at a time.
 const TOKENS_MAX: usize = 4096;

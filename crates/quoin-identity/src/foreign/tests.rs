@@ -59,7 +59,7 @@ fn chain_of(identity: &Identity) -> Vec<CertificateDer<'static>> {
     identity.shared().get().key.cert.clone()
 }
 
-/// Accepts whoever comes, so that the other side alone decides.
+/// Verifier that accepts every certificate, so that the other side alone decides.
 #[derive(Debug)]
 struct Anyone;
 
