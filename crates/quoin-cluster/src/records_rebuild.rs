@@ -338,13 +338,21 @@ impl Evidence<'_> {
         // With the list that each of them counts under.
         let mut unaware: Vec<(&Held, Rule)> = Vec::new();
         for held in self.held.iter().filter(|held| held.counts() && held.pool != teller) {
-            let newest = held.rules().max_by_key(|known| known.membership_version);
+            // A joint rule of the same version that was given up says nothing of this one.
+            let before = |known: &Rule| {
+                known.membership_version < rule.membership_version
+                    || mutant::is("joint-rule-taken-for-knowledge-of-another")
+            };
+            let newest = held.rules().filter(before).max_by_key(|known| known.membership_version);
             let Some(newest) = newest.filter(|known| known.known.contains(&held.member)) else {
                 continue;
             };
             let differs = (&rule.known, rule.rf, rule.cf)
                 != (&sorted(newest.clone()).known, newest.rf, newest.cf);
-            if newest.membership_version < rule.membership_version && differs {
+            if newest.membership_version < rule.membership_version
+                && differs
+                && !held.rules().any(is_same)
+            {
                 unaware.push((held, newest));
             }
         }
@@ -684,6 +692,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let is_own = own == Some((record.epoch(), record.opened.incarnation.0));
     if !is_own && !mutant::is("holder-kept-over-a-recovery") {
         record.grants.holder.clear();
+        record.used.doubt();
     }
     let behind = evidence.record.is_none_or(|r| r.opened.epoch < record.opened.epoch);
     record.grants.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };

@@ -133,10 +133,11 @@ pub fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Resul
     }
     volume.opened.owner = Some(publish.node.clone());
     let is_shared = !publish.sharing.is_exclusive();
-    let goes_on = match is_shared {
+    let is_of = match is_shared {
         true => volume.used.is_shared(),
         false => volume.used.by == publish.node,
     };
+    let goes_on = is_of && !volume.used.unproven;
     if !goes_on {
         // A target that was lent to the volume keeps its epoch, and the use begins with that epoch.
         // A target of any other node must lose the epoch.

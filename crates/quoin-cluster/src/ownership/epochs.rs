@@ -60,7 +60,14 @@ pub fn acquire(
     if again && mutant::is("epoch-reused") {
         volume.opened.epoch -= 1;
     }
+    if volume.opened.incarnation.0 == asked.incarnation {
+        volume.used.prove(&asked.node);
+    }
+    let before = volume.opened.epoch;
     use_up_epoch(volume, at_least, term)?;
+    if volume.used.unproven {
+        volume.used.begin_anew(volume.opened.epoch, before);
+    }
     volume.opened.incarnation = Text(asked.incarnation);
     asked.node.clone_into(&mut volume.grants.holder);
     volume.forget_retired();
@@ -74,6 +81,19 @@ pub fn is_granted_to(volume: &VolumeRecord, node: &str, epoch: u64) -> bool {
     volume.opened.owner.as_deref() == Some(node)
         && volume.opened.epoch == epoch
         && (was_acquired || mutant::is("epoch-of-a-fence-signed"))
+}
+
+/// A node's target reports the last epoch, and recovered records do not name its holder.
+pub fn prove_holder(volume: &mut VolumeRecord, node: &str, epoch: u64) {
+    if needs_proof(volume, node, epoch) {
+        node.clone_into(&mut volume.grants.holder);
+        volume.used.prove(node);
+    }
+}
+
+/// Returns true if [`prove_holder`] changes the record.
+pub fn needs_proof(volume: &VolumeRecord, node: &str, epoch: u64) -> bool {
+    volume.grants.holder.is_empty() && is_granted_to(volume, node, epoch)
 }
 
 /// Returns true if the target of a volume has to change its content: for a node that has it for

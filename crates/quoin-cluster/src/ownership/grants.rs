@@ -1,6 +1,6 @@
 //! Grants: epochs are used up, and what was granted is taken back.
 
-use quoin_types::{Epoch, Term};
+use quoin_types::{Epoch, Term, mutant};
 
 use crate::Refusal;
 use crate::records::{Text, VolumeRecord};
@@ -13,7 +13,11 @@ use crate::records::{Text, VolumeRecord};
 /// # Errors
 /// No epoch is left in this term.
 pub fn fence(volume: &mut VolumeRecord, at_once: bool, term: Term) -> Result<(), Refusal> {
-    if volume.opened.epoch == 0 || (volume.grants.fenced == volume.opened.epoch && !at_once) {
+    let is_granted = volume.opened.epoch != 0 && volume.grants.fenced != volume.opened.epoch;
+    // Records that were recovered may lack what was granted last before that, and the first grant too.
+    let may_lack_grants = volume.epoch().term_number() < term.number
+        && !mutant::is("grants-that-recovered-records-lack-not-fenced");
+    if !is_granted && !may_lack_grants && (volume.opened.epoch == 0 || !at_once) {
         return Ok(());
     }
     use_up_epoch(volume, Epoch::ZERO, term)?;
@@ -68,6 +72,24 @@ mod tests {
         (volume.opened.epoch, volume.grants.epochs_skipped, volume.grants.fenced) = (epoch, 0, 0);
         volume.opened.incarnation = Text(Incarnation(9));
         volume
+    }
+
+    /// A copy from before the grant, or from after a fence that is over.
+    #[test]
+    fn a_fence_takes_back_what_recovered_records_do_not_know_of() {
+        crate::break_a_rule();
+        let term = Term { number: 1, id: TermId(5) };
+        for (epoch, fenced) in [(0, 0), (7, 7)] {
+            let mut volume = granted(epoch);
+            volume.grants.fenced = fenced;
+            fence(&mut volume, false, Term::default()).unwrap();
+            assert_eq!((volume.opened.epoch, volume.grants.fenced), (epoch, fenced));
+            fence(&mut volume, false, term).unwrap();
+            let next = term.floor().0 + 1;
+            assert_eq!((volume.opened.epoch, volume.grants.fenced), (next, next));
+            fence(&mut volume, false, term).unwrap();
+            assert_eq!(volume.opened.epoch, next, "once");
+        }
     }
 
     #[test]

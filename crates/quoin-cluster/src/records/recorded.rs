@@ -217,10 +217,13 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
             since_epoch: 5,
             before_by: "node-2".into(),
             before_since_epoch: 3,
+            unproven: false,
         },
         ..volume()
     };
     hold("volume-shared", &shared);
+    let used = Use { unproven: true, ..shared.used.clone() };
+    hold("volume-of-an-unproven-use", &VolumeRecord { used, ..shared });
     hold("volume-deleting", &VolumeRecord { phase: VolumePhase::Deleting, ..bare });
     let source = SourceRecord {
         volume: Text(VolumeId(0xf00)),

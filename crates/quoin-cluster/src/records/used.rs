@@ -28,6 +28,10 @@ pub struct Use {
     /// Lower limit of the epochs of that use.
     #[serde(default, rename = "used_before_since_epoch", skip_serializing_if = "is_zero")]
     pub before_since_epoch: u64,
+    /// The records were recovered and lack who opened the volume last: another node may have used it
+    /// since. The use goes on only for the node that proves to hold the last epoch.
+    #[serde(default, rename = "used_unproven", skip_serializing_if = "std::ops::Not::not")]
+    pub unproven: bool,
 }
 
 /// Stands for the nodes of a use that several share; no node has this name.
@@ -37,7 +41,7 @@ impl Use {
     /// Begins the use of a node. `since_epoch` is above all epochs of other nodes' uses; `epoch`: the
     /// one that the volume has.
     pub fn begin(&mut self, node: &str, since_epoch: u64, epoch: u64) {
-        if self.by != node {
+        if self.by != node || self.unproven {
             self.end(epoch);
             node.clone_into(&mut self.by);
             self.since_epoch = since_epoch;
@@ -57,6 +61,23 @@ impl Use {
             (self.before_by, self.before_since_epoch) = (mem::take(&mut self.by), self.since_epoch);
         }
         self.by.clear();
+        self.unproven = false;
+    }
+
+    /// Marks the use of a record that was recovered and lacks openings.
+    pub fn doubt(&mut self) {
+        self.unproven = !self.by.is_empty() && !mutant::is("use-of-recovered-records-believed");
+    }
+
+    /// A node that has the volume in this use holds the last epoch.
+    pub fn prove(&mut self, node: &str) {
+        self.unproven &= self.by != node && !self.is_shared();
+    }
+
+    /// The use that is not proven ends, and the same nodes begin another one.
+    pub fn begin_anew(&mut self, since_epoch: u64, epoch: u64) {
+        let by = self.by.clone();
+        self.begin(&by, since_epoch, epoch);
     }
 
     /// Returns true if the volume was opened in this use.
@@ -135,6 +156,28 @@ mod tests {
         assert!(used.is_over("h2", 8, 12, false), "it is not attached there any more");
         used.begin("h1", 14, 13);
         assert!(used.is_over("h1", 8, 14, true) && used.is_over("h2", 8, 14, false));
+    }
+
+    #[test]
+    fn a_use_of_recovered_records_goes_on_for_the_holder_of_the_last_epoch_alone() {
+        crate::break_a_rule();
+        let mut used = Use::default();
+        used.doubt();
+        assert!(!used.unproven, "there is none");
+        used.begin("h1", 5, 4);
+        used.doubt();
+        let mut proven = used.clone();
+        proven.prove("h2");
+        assert_eq!(proven, used, "it is not its use");
+        proven.prove("h1");
+        proven.begin("h1", 12, 11);
+        assert_eq!((proven.since_of("h1"), proven.unproven), (5, false));
+        used.begin_anew(12, 11);
+        assert_eq!((used.since_of("h1"), used.unproven), (12, false));
+        assert!(used.is_over("h1", 5, 12, true) && !used.is_over("h1", 12, 12, true));
+        used.doubt();
+        used.begin("h1", 14, 13);
+        assert_eq!(used.since_of("h1"), 14);
     }
 
     #[test]

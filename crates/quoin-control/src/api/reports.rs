@@ -566,6 +566,9 @@ impl Reports {
         if let Some(verification) = &report.verification {
             self.verifier.reported(&record, verification).await?;
         }
+        if report.state == "serving" {
+            self.epochs.prove_holder(&record, &report.node, report.epoch).await?;
+        }
         Ok(self.epochs.fresh_grant(&record, &report.node, report.epoch))
     }
 

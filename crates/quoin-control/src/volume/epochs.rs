@@ -84,6 +84,26 @@ impl Epochs {
         self.state.identity.sign_grant(&self.grant_of(record, node)).unwrap_or_default()
     }
 
+    /// Takes down which node has the last epoch, where recovered records lack it.
+    pub(crate) async fn prove_holder(
+        &self,
+        record: &VolumeRecord,
+        node: &str,
+        epoch: u64,
+    ) -> Result<(), Error> {
+        if !epochs::needs_proof(record, node, epoch) {
+            return Ok(());
+        }
+        let change = |volume: &mut VolumeRecord| {
+            epochs::prove_holder(volume, node, epoch);
+            Ok(())
+        };
+        match self.state.update_volume(record.id.0, change).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            outcome => outcome.map(drop),
+        }
+    }
+
     /// Makes the change of the known list and its factors that a target requests, if the record
     /// allows it. The inner error is the reason of a refusal; the returned membership is the
     /// record's in either case. A repeat of a swap that was made succeeds.

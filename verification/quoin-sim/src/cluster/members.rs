@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_cluster::ownership::devices::{DeviceSeen, is_over};
-use quoin_cluster::ownership::epochs::{Acquire, MembershipSwap, is_granted_to};
+use quoin_cluster::ownership::epochs::{Acquire, MembershipSwap, is_granted_to, needs_proof};
 use quoin_cluster::ownership::lifecycle::{self, ReplicaState};
 use quoin_cluster::ownership::liveness::{self, Hearing};
 use quoin_cluster::ownership::{fencing, replicas};
-use quoin_cluster::records::{ReplicaPhase, VolumePhase, VolumeRecord};
+use quoin_cluster::records::{AttachmentRecord, ReplicaPhase, VolumePhase, VolumeRecord};
 use quoin_types::entry::Rule;
 use quoin_types::membership::open_quorum;
 use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, VolumeId};
@@ -185,8 +185,13 @@ impl Cluster {
         }
         self.look_at_device(node, record);
         let attachment = record.attachments.iter().find(|a| a.node == name);
-        let served = self.nodes.iter().any(|there| there.grants.contains_key(&id));
-        if let Some(attachment) = attachment.filter(|_| served && record.phase.is_kept()) {
+        // A node that has it alone is served by its own target.
+        let is_served = |attachment: &AttachmentRecord| match attachment.sharing.is_exclusive() {
+            true => self.nodes[node].grants.contains_key(&id),
+            false => self.nodes.iter().any(|there| there.grants.contains_key(&id)),
+        };
+        let attachment = attachment.filter(|attachment| is_served(attachment));
+        if let Some(attachment) = attachment.filter(|_| record.phase.is_kept()) {
             let device = Device {
                 since_epoch: record.used.since_of(&name),
                 made: self.schedule.now(),
@@ -322,7 +327,8 @@ impl Cluster {
         let is_another = since != 0 && since != device.since_epoch;
         device.dead |= is_another || is_over(record, &name, device.since_epoch);
         let device = device.clone();
-        let is_told = device.dead || device.is_shared;
+        // Nothing of it passes before its node has another epoch, with which its use begins anew.
+        let is_told = device.dead || device.is_shared || record.used.unproven;
         if !is_told && self.truth.is_over(id, &name, &device) {
             let detail = format!("volume {id}: {name} is not told that {device:?} is dead");
             self.violate("DeadDevicesAreTold", detail);
@@ -366,14 +372,20 @@ impl Cluster {
         seen.last = now;
         seen.devices = told.or(seen.devices.take());
         // The controller signs grants once more, by what is reported. A node may report anything.
-        let mut signed = Vec::new();
+        let (mut signed, mut holds) = (Vec::new(), Vec::new());
         for (volume, grant) in &there.grants {
             let Some(record) = self.records.volumes.get(volume) else { continue };
+            if self.doubt.is_none() && needs_proof(record, &name, grant.epoch.0) {
+                holds.push((*volume, grant.epoch.0));
+            }
             let lies = self.random.percent(10);
             let epoch = if lies { record.opened.epoch } else { grant.epoch.0 };
             if self.doubt.is_none() && is_granted_to(record, &name, epoch) {
                 signed.push((*volume, epoch));
             }
+        }
+        for (volume, epoch) in holds {
+            self.plan(volume, Change::ProveHolder { node: name.clone(), epoch });
         }
         signed.into_iter().for_each(|(volume, epoch)| self.check_signed(volume, &name, epoch));
     }

@@ -67,6 +67,10 @@ enum Change {
     FenceNode {
         node: String,
     },
+    ProveHolder {
+        node: String,
+        epoch: u64,
+    },
     FenceStale {
         node: String,
     },

@@ -265,6 +265,12 @@ impl Cluster {
             Change::FenceStale { node } => {
                 self.update(id, |v, term| fencing::stale(v, &node, term));
             }
+            Change::ProveHolder { node, epoch } => {
+                self.update(id, |v, _| {
+                    epochs::prove_holder(v, &node, epoch);
+                    Ok(())
+                });
+            }
             Change::LeftOver => {
                 self.update(id, fencing::left_over);
             }

@@ -54,6 +54,19 @@ fn a_membership_of_one_pool_retires_no_replicas_that_are_here_and_have_not_heard
     assert_eq!(judged(Some(&own), all, &[]).outcome, Outcome::Updated);
 }
 
+/// The joint View of a change that came to nothing has the version of the one that comes next.
+#[test]
+fn a_joint_rule_that_was_given_up_is_no_knowledge_of_a_membership_of_its_version() {
+    crate::break_a_rule();
+    let (newer, _) = alone(3);
+    let all = beside_two(|h| h.view = Some(newer));
+    let given_up = rule(3, &[1, 2, 4]);
+    let witness = Held { joint: Some(given_up), ..all[1].clone() };
+    let finding = judged(None, vec![witness, all[2].clone()], &[]);
+    assert_eq!((finding.outcome, finding.write), (Outcome::Undecided, None));
+    assert!(finding.message.contains("pool pool-3 alone"), "{}", finding.message);
+}
+
 #[test]
 fn a_membership_of_one_pool_lowers_no_factor_where_no_cf_of_the_list_before_can_have_agreed() {
     let own = record(2, &[1, 2, 3], 4);
