@@ -301,8 +301,32 @@ fn refusal_violations() -> Result<Vec<String>> {
     Ok(violations)
 }
 
+/// Returns the lines at which code begins in a comment of documentation that is Rust by its mark, or by none:
+/// `cargo xtask test` builds no such tests, which would cost every run a pass over all crates.
+fn doc_tests_in(text: &str) -> Vec<usize> {
+    let (mut lines, mut is_open) = (Vec::new(), false);
+    for (index, line) in text.lines().enumerate() {
+        let line = line.trim_start();
+        let comment = line.strip_prefix("///").or_else(|| line.strip_prefix("//!"));
+        let fence = comment.and_then(|comment| comment.trim_start().strip_prefix("```"));
+        let Some(language) = fence else { continue };
+        let is_other = ["text", "yaml", "json", "toml", "sh"].contains(&language.trim());
+        if !is_open && !is_other {
+            lines.push(index + 1);
+        }
+        is_open = !is_open;
+    }
+    lines
+}
+
 fn violations_in(path: &Path, text: &str) -> Vec<String> {
     let (mut violations, root) = (Vec::new(), workspace_root());
+    for line in doc_tests_in(text) {
+        let at = place(path, line);
+        violations.push(format!(
+            "{at}: code in a comment is run by nothing: name its language (text), or make it a test"
+        ));
+    }
     for (name, line, fields) in structs_in(text) {
         if fields > FIELDS_MAX && PARTED.iter().any(|part| path.starts_with(root.join(part))) {
             violations.push(format!(
@@ -359,6 +383,15 @@ fn place(path: &Path, line: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn code_in_a_comment_names_a_language_that_is_not_rust() {
+        let fence = "```";
+        let text = format!(
+            "//! {fence}text\n//! a\n//! {fence}\n/// {fence}\n/// b();\n/// {fence}\n/// {fence}rust\n/// {fence}\n"
+        );
+        assert_eq!(doc_tests_in(&text), [4, 7]);
+    }
 
     #[test]
     fn dependencies_between_the_crates_point_down_only() {

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 #[derive(clap::Args)]
 pub struct Options {
     /// Only parts whose name holds this word (build, unit, integration, processes, simulator,
-    /// mutants, model, doc).
+    /// mutants, model).
     #[arg(long)]
     only: Option<String>,
     /// Install nothing, even as root, and make no Python environment.
@@ -50,7 +50,7 @@ struct Part {
 
 /// Each command selects the whole workspace: what is built for one part then serves the others, as
 /// every dependency has the same features. `--package` would build most of them once more.
-const PARTS: [Part; 8] = [
+const PARTS: [Part; 7] = [
     Part {
         name: "build",
         budget: Duration::from_secs(25 * 60),
@@ -110,12 +110,6 @@ const PARTS: [Part; 8] = [
         budget: Duration::from_secs(20 * 60),
         // More threads than cores: these tests wait for processes most of their time.
         arguments: &["test", "--workspace", "--test", "processes", "--", "--test-threads=5"],
-        is_single: false,
-    },
-    Part {
-        name: "doc tests",
-        budget: Duration::from_secs(5 * 60),
-        arguments: &["test", "--workspace", "--doc", "--no-fail-fast"],
         is_single: false,
     },
 ];

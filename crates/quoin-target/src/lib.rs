@@ -4,7 +4,7 @@
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
 //! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on
 //! helper threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or,
-//! where configured, over TCP ([`nbd_listener`]); so do other nodes that share a volume, while the
+//! where configured, over TCP ([`nbd_listener`]); exports come over another one ([`history`]); so do other nodes that share a volume, while the
 //! sockets of volumes that are served elsewhere lead there ([`relay`]). The control thread (tokio)
 //! requests epochs and reports; no IO ever waits for it.
 
@@ -13,6 +13,7 @@ pub mod client;
 pub mod commands;
 mod control;
 pub mod dial;
+pub mod history;
 pub mod listen;
 pub mod metrics;
 pub mod nbd_listener;
@@ -107,6 +108,11 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let keys_directory = options.run_dir.join("nbd");
     let keys = quoin_encryption::handing::bind(&keys_directory)
         .map_err(|source| Error::RunDir { path: keys_directory, source })?;
+    let history_socket = options.run_dir.join("nbd").join(quoin_wire::history::SOCKET);
+    let history = listen::bind(&history_socket)
+        .map_err(std::io::Error::other)
+        .and_then(tokio::net::UnixListener::from_std)
+        .map_err(|source| Error::RunDir { path: history_socket, source })?;
     let nbd_listener =
         options.nbd.as_ref().map(|nbd| NbdListener::open(nbd, &identity)).transpose()?;
     let notices = Notices::default();
@@ -177,6 +183,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
 
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move { c.share(s).await });
+    tasks.spawn(history::serve(history, control.clone()));
 
     let mut removed = None;
     let ended = tokio::select! {

@@ -56,6 +56,15 @@ impl Slot {
     }
 }
 
+/// Range of blocks that changed between two snapshots.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ChangedRange {
+    pub lba: u64,
+    pub blocks: u64,
+    /// The range is a hole in the newer snapshot.
+    pub hole: bool,
+}
+
 /// Sum of what an increment was fed so far, so that its end can state how much that must be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FedSum {

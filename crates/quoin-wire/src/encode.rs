@@ -26,14 +26,14 @@ pub struct FrameBuffer {
 }
 
 impl FrameBuffer {
-    fn start(&mut self) {
+    pub(crate) fn start(&mut self) {
         self.head.clear();
         self.data.clear();
         self.head.put_bytes(0, HEADER_LEN);
     }
 
     /// Writes the header in front of the bytes encoded since `start`.
-    fn finish(&mut self, session: SessionKey, kind: u8) -> Result<(), WireError> {
+    pub(crate) fn finish(&mut self, session: SessionKey, kind: u8) -> Result<(), WireError> {
         let head = self.head.len() - HEADER_LEN;
         let data: usize = self.data.iter().map(Bytes::len).sum();
         let limits = Limits::SESSION;

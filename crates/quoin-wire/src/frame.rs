@@ -203,6 +203,10 @@ pub mod kind {
 
     pub const HELLO: u8 = 128;
     pub const WELCOME: u8 = 129;
+
+    pub const HISTORY_WANTED: u8 = 144;
+    pub const HISTORY_PART: u8 = 145;
+    pub const HISTORY_REFUSED: u8 = 146;
 }
 
 /// The stable numbers of failures on the wire.

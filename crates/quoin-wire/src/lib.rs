@@ -9,6 +9,7 @@
 //!   the shorter path to a pool on the same host. [`establish`] adds Hello and Welcome, so that
 //!   shards get accepted sessions only.
 //! * [`queue`] holds bytes to send (one vectored write) and bytes received.
+//! * [`history`] is the stream of a snapshot's content on a target's own socket, for exports.
 //! * [`connection`] ties a socket, its protection and its queues together for the shards of both
 //!   roles.
 //! * [`connection_slots`] limits unproven connections by their source.
@@ -25,6 +26,7 @@ pub mod establish;
 pub mod frame;
 pub mod handshake;
 pub mod hello;
+pub mod history;
 pub mod queue;
 pub mod same_host;
 pub mod security;

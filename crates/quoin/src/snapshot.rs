@@ -7,6 +7,7 @@ mod group;
 mod pull;
 mod revert;
 mod space;
+mod stream;
 
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};

@@ -8,7 +8,7 @@ use quoin_types::block::Operation;
 use serde_json::{Value, json};
 
 use crate::snapshots::{BLOCK, POOLS, fill, has, refusal, start};
-use crate::support::{Scratch, signal};
+use crate::support::{Dev, Scratch, signal};
 
 /// Blocks of the volume.
 const ALL: u64 = (16 << 20) / BLOCK;
@@ -41,6 +41,14 @@ fn second(lba: u64) -> u64 {
 }
 
 const ALL_BUT_LAST: u64 = ALL - 1;
+
+/// Bytes that the controller has written to files and sockets.
+fn written_by(dev: &Dev) -> u64 {
+    let pid = dev.pid("controller").unwrap();
+    let counted = std::fs::read_to_string(format!("/proc/{pid}/io")).unwrap();
+    let line = counted.lines().find_map(|line| line.strip_prefix("wchar: ")).unwrap();
+    line.parse().unwrap()
+}
 
 /// Proves CSIN-METADATA-13, CSIN-METADATA-14: with the bytes themselves.
 #[test]
@@ -108,6 +116,15 @@ fn a_snapshot_is_exported_while_the_volume_is_written_and_its_changes_make_the_n
     dev.ok(&["snapshot", "export", "second", "--raw", "--to", &raw]);
     let refused = refusal(&dev, &["snapshot", "export", "second", "--raw", "--to", &raw]);
     assert!(refused.contains("exists already"), "{refused}");
+    // The target of this host serves the volume: what is exported goes from it to the file.
+    dev.ok(&["snapshot", "create", "db", "--name", "third"]);
+    let third = path("third");
+    let before = written_by(&dev);
+    dev.ok(&["snapshot", "export", "third", "--raw", "--to", &third]);
+    let passed = written_by(&dev) - before;
+    assert!(passed < 2 << 20, "{passed} bytes of 16 MiB passed the controller");
+    let file = File::open(&third).unwrap();
+    assert!((0..ALL).all(|lba| has(&file, lba, 3)));
     client.stop();
     dev.ok(&["volume", "detach", "db"]);
     // Attached nowhere, a target is lent to the volume.

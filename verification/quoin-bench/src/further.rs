@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use crate::load::Generator;
 use crate::product::{Away, Product};
 use crate::{
-    Class, Error, Options, absence, clones, groups, heal, history, making, members, orchestrated,
-    overwrites, snapshots, takeover, usage,
+    Class, Error, Options, absence, clones, export, groups, heal, history, making, members,
+    orchestrated, overwrites, snapshots, takeover, usage,
 };
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
@@ -112,6 +112,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         facts.extend(clones::run(options, quoin, &directory.join("clones"))?);
     }
     facts.extend(snapshots::run(options, quoin, &directory.join("points"))?);
+    facts.extend(export::run(options, quoin, &directory.join("export"))?);
     facts.extend(history::run(options, quoin, &directory.join("history"))?);
     facts.extend(overwrites::run(options, quoin, &directory.join("overwrites"))?);
     if options.wants(groups::NAME) {

@@ -26,6 +26,7 @@
 //! | `clones` | a clone of a full volume beside an empty volume |
 //! | `snapshots` | what snapshots cost clients, their deletion, a return to one |
 //! | `groups` | the pause of clients while snapshots of ten volumes are made together |
+//! | `export` | an export of a snapshot beside a copy of a file |
 //! | `history` | changed blocks of two snapshots, and rebuilds of volumes with snapshots |
 //! | `nodes` | targets of further nodes |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
@@ -37,6 +38,7 @@ pub mod clones;
 mod cold;
 pub mod compare;
 pub mod encryption;
+pub mod export;
 pub mod floor;
 pub mod further;
 pub mod groups;

@@ -11,6 +11,27 @@ pub fn cpu(pids: &[u32]) -> Duration {
     Duration::from_secs_f64(ticks as f64 / per_second)
 }
 
+/// Returns the CPU time that this process has used so far.
+pub fn own() -> Duration {
+    used(libc::RUSAGE_SELF)
+}
+
+/// Returns the CPU time of all commands that this process has started, and that have ended.
+pub fn of_ended_children() -> Duration {
+    used(libc::RUSAGE_CHILDREN)
+}
+
+fn used(of: libc::c_int) -> Duration {
+    // SAFETY: all of the structure's fields are numbers, for which zeroes are a value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the call writes that structure and nothing else.
+    unsafe { libc::getrusage(of, &raw mut usage) };
+    let time = |time: libc::timeval| {
+        Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec as u64)
+    };
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
 fn cpu_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name, field 2, may contain anything; fields are counted from its closing parenthesis.

@@ -3,12 +3,13 @@
 use bytes::Bytes;
 use quoin_types::entry::{Chain, Entry, EntryKind};
 use quoin_types::ids::{Epoch, Incarnation, Lsn, SessionKey};
-use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
-use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
+use quoin_types::message::{ChangedRange, Failure, FromReplica, Ping, ToReplica};
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, SnapshotId, VolumeId, crc32c};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{self, FrameBuffer};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits};
 use quoin_wire::hello::SupportedProtocol;
+use quoin_wire::history::{Block, Message, Part, Refused, Wanted};
 use quoin_wire::{Frame, Hello};
 
 /// The first byte chooses how the rest is read: as a frame, or as kind, head and data of one.
@@ -40,11 +41,45 @@ fn parse(bytes: &[u8], limits: &Limits) {
     let Ok(header) = Header::decode(first, limits) else { return };
     assert!(header.frame_len() <= 64 + (2 << 20) + (8 << 20), "a frame beyond all limits");
     let Some(frame) = bytes.get(..header.frame_len()) else { return };
+    if let Ok(Message::Part(part)) = Message::decode(&header, Bytes::copy_from_slice(frame)) {
+        let _ = part.check();
+        assert!(part.blocks.len() * BLOCK_SIZE <= frame.len(), "blocks that did not come");
+    }
     let Ok(incoming) = decode(&header, Bytes::copy_from_slice(frame)) else { return };
     if let Frame::Hello(hello) = &incoming.frame {
         // An unsupported version is refused with a message.
         let _ = hello.negotiate(&SupportedProtocol::THIS_BUILD).validate(hello);
     }
+}
+
+/// Streams of the history socket, each as it is and as kind, head and data.
+fn seeds_of_history() -> Vec<Vec<u8>> {
+    let data = Bytes::from(vec![5; BLOCK_SIZE]);
+    let wanted = Wanted {
+        volume: VolumeId(1),
+        from: Some(SnapshotId(2)),
+        to: SnapshotId(3),
+        cursor: 4,
+        want_data: true,
+    };
+    let ranges = [(5, 1, false), (6, 40, true)];
+    let range = |(lba, blocks, hole)| ChangedRange { lba, blocks, hole };
+    let part = Part {
+        ranges: ranges.map(range).to_vec(),
+        blocks: vec![Block { crc: crc32c(&data), data }],
+        next: Some(46),
+    };
+    let refused = Message::Refused(Refused::Damaged { lba: 7 });
+    let mut seeds = Vec::new();
+    for (message, blocks) in [(Message::Wanted(wanted), 0), (Message::Part(part), 1), (refused, 0)]
+    {
+        let mut bytes = Vec::new();
+        if message.write(&mut bytes).is_ok() {
+            seeds.push([&[0], &bytes[..]].concat());
+            seeds.push([&[2 | blocks << 2, bytes[5]], &bytes[HEADER_LEN..]].concat());
+        }
+    }
+    seeds
 }
 
 pub fn seeds() -> Vec<Vec<u8>> {
@@ -71,7 +106,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     let flush = ToReplica::Sync { lsn: Lsn(1), ping: Ping::default() };
     let refuse = FromReplica::Refuse { promised: Epoch(1), failure: Failure::Fenced };
-    let mut seeds = Vec::new();
+    let mut seeds = seeds_of_history();
     let mut frame = FrameBuffer::default();
     if encode::hello(session, &hello, &mut frame).is_ok() {
         seeds.extend(both_ways(&frame));

@@ -34,7 +34,7 @@ pub struct Target {
 pub const TARGETS: [Target; 7] = [
     Target {
         name: "frames",
-        about: "frames between target and pool, from both sides, the first one included",
+        about: "frames between target and pool, from both sides, the first one included, and of the history socket",
         run: frames::run,
         seeds: frames::seeds,
         replayed: 20_000,

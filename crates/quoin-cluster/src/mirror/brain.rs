@@ -65,6 +65,8 @@ pub enum Order {
         token: u128,
         from: u64,
     },
+    /// Makes the volume so large, in blocks, unless it is larger.
+    Grow(u64),
     /// Takes no slots any more.
     Stop,
     /// Keeps the live view in a snapshot that no transfer touches.
@@ -331,13 +333,20 @@ impl Brain {
         let points = &self.record.points;
         let word = self.heard.as_ref()?;
         let point = points.offered.filter(|point| word.complete != Some(*point))?;
+        if !self.holds(point) {
+            return None;
+        }
         let is_same = self.record.chain.relation(&word.chain) == Relation::Same;
         if !is_same || !self.record.is_own() || self.record.is_unsure {
             return None;
         }
         let both = |base: &&PointId| word.held.contains(base) && **base != point;
         let base = self.held().iter().rev().find(both).copied();
-        Some(Offer { transfer: Transfer { point, base }, cut_ms: points.offered_cut_ms })
+        // A report that has the point was written after its cut: the sizes are those of the cut, or larger.
+        let size = |member: &Member| self.members.get(&member.volume).map(|seen| seen.blocks);
+        let blocks = self.record.members.iter().map(size).collect::<Option<Vec<u64>>>()?;
+        let transfer = Transfer { point, base };
+        Some(Offer { transfer, cut_ms: points.offered_cut_ms, blocks })
     }
 
     /// Members that a point must have: those with a base, or all where none has one yet.

@@ -2,6 +2,7 @@
 //! against its limit, and every length against what is left.
 
 use bytes::{BufMut, Bytes, BytesMut};
+use quoin_types::VOLUME_BLOCKS_MAX;
 use quoin_types::codec::{Malformed, Reader, Writer};
 use quoin_types::ids::{GroupId, PointId, VolumeId};
 
@@ -150,6 +151,14 @@ fn cursors(from: &mut Reader) -> Read<Vec<u64>> {
     list(from, (MEMBERS_MAX, 8), "cursors", |from| from.u64("cursor"))
 }
 
+/// Sizes in blocks.
+fn sizes(from: &mut Reader) -> Read<Vec<u64>> {
+    list(from, (MEMBERS_MAX, 8), "sizes", |from| {
+        let blocks = from.u64("size")?;
+        if blocks <= VOLUME_BLOCKS_MAX { Ok(blocks) } else { Err(Malformed("size")) }
+    })
+}
+
 fn put_parameters(out: &mut BytesMut, parameters: Parameters) {
     out.put_u64_le(parameters.interval_s);
     out.put_flag(parameters.may_take_over);
@@ -201,6 +210,7 @@ impl Word {
         put_option(out, self.offer.as_ref(), |out, offer| {
             put_transfer(out, offer.transfer);
             out.put_u64_le(offer.cut_ms);
+            put_cursors(out, &offer.blocks);
         });
         put_option(out, self.want.as_ref(), |out, want| {
             put_transfer(out, want.transfer);
@@ -215,13 +225,14 @@ impl Word {
     }
 
     fn read(from: &mut Reader) -> Read<Self> {
-        Ok(Self {
+        let word = Self {
             role: role(from)?,
             chain: chain(from)?,
             members: members(from)?,
             held: list(from, (POINTS_TOLD_MAX, 16), "held", |from| from.u128("held").map(PointId))?,
             offer: option(from, "offer", |from| {
-                Ok(Offer { transfer: transfer(from)?, cut_ms: from.u64("offer")? })
+                let (transfer, cut_ms) = (transfer(from)?, from.u64("offer")?);
+                Ok(Offer { transfer, cut_ms, blocks: sizes(from)? })
             })?,
             want: option(from, "want", |from| {
                 let transfer = transfer(from)?;
@@ -236,7 +247,12 @@ impl Word {
             resync: point(from, "resync")?,
             heard_resync: point(from, "resync")?,
             parameters: parameters(from)?,
-        })
+        };
+        let sizes = word.offer.as_ref().map(|offer| offer.blocks.len());
+        match sizes.is_none_or(|sizes| sizes == word.members.len()) {
+            true => Ok(word),
+            false => Err(Malformed("sizes")),
+        }
     }
 }
 
@@ -264,6 +280,7 @@ impl Record {
             put_cursors(out, &receiving.cursors);
             out.put_u128_le(receiving.token);
             out.put_u64_le(receiving.cut_ms);
+            put_cursors(out, &receiving.blocks);
         });
         let claims = &self.claims;
         for claim in [claims.own, claims.yielded, claims.promoting] {
@@ -308,6 +325,7 @@ impl Record {
                     cursors: cursors(from)?,
                     token: from.u128("token")?,
                     cut_ms: from.u64("time of a cut")?,
+                    blocks: sizes(from)?,
                 })
             })?,
             claims: Claims {
@@ -323,8 +341,10 @@ impl Record {
             parameters: parameters(from)?,
             lost: point(from, "lost")?,
         };
-        let cursors = record.receiving.as_ref().map(|receiving| receiving.cursors.len());
-        if cursors.is_some_and(|cursors| cursors != record.members.len()) {
+        let is_of_all = |receiving: &Receiving| {
+            [receiving.cursors.len(), receiving.blocks.len()] == [record.members.len(); 2]
+        };
+        if !record.receiving.as_ref().is_none_or(is_of_all) {
             return Err(Malformed("cursors"));
         }
         from.end("record of a mirror")?;
@@ -383,7 +403,7 @@ mod tests {
         let held = proptest::collection::vec(any::<u128>().prop_map(PointId), 0..=POINTS_TOLD_MAX);
         let cursors = proptest::collection::vec(any::<u64>(), 0..=MEMBERS_MAX);
         let want = proptest::option::of((transfers(), any::<u128>(), cursors));
-        let offer = proptest::option::of((transfers(), any::<u64>()));
+        let offer = proptest::option::of((transfers(), any::<u64>(), 0..=VOLUME_BLOCKS_MAX));
         (told, held, want, offer, any::<(bool, u64, bool)>()).prop_map(
             |(
                 (role, chain, members, complete, common, last, claim, yielded),
@@ -393,12 +413,17 @@ mod tests {
                 flags,
             )| {
                 let (asks_step_down, interval_s, may_take_over) = flags;
+                let all = members.len();
                 Word {
                     role,
                     chain,
                     members,
                     held,
-                    offer: offer.map(|(transfer, cut_ms)| Offer { transfer, cut_ms }),
+                    offer: offer.map(|(transfer, cut_ms, size)| Offer {
+                        transfer,
+                        cut_ms,
+                        blocks: vec![size; all],
+                    }),
                     want: want.map(|(transfer, token, cursors)| Want { transfer, token, cursors }),
                     complete,
                     common,
@@ -445,6 +470,7 @@ mod tests {
                 cursors: members.iter().map(|_| times[0]).collect(),
                 token: fence,
                 cut_ms: times[1],
+                blocks: members.iter().map(|_| times[0] % VOLUME_BLOCKS_MAX).collect(),
             });
             Record {
                 group: GroupId(group),

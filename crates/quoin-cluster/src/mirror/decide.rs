@@ -392,7 +392,9 @@ impl Brain {
                 let is_stopped = seen.order.is_none() && is_heard;
                 let base = receiving.transfer.base.filter(|base| seen.holds(*base));
                 let is_at = base.is_none_or(|base| seen.at == Some(base));
-                is_stopped && (is_at || mutant::is("other-base-without-a-revert"))
+                let needed = self.needed(member, receiving).unwrap_or(0);
+                let is_large = seen.blocks >= needed || mutant::is("size-after-the-slots");
+                is_stopped && is_large && (is_at || mutant::is("other-base-without-a-revert"))
             };
             let is_ready = record.members.iter().all(is_ready);
             return if is_ready { self.changed(begin) } else { None };
@@ -416,12 +418,18 @@ impl Brain {
                 }
                 _ => vec![0; record.members.len()],
             };
+            let size = |member: &super::Member| {
+                let mut sizes = word.members.iter().zip(&offer.blocks);
+                let size = sizes.find(|(other, _)| other.volume == member.volume);
+                size.map_or(0, |(_, blocks)| *blocks)
+            };
             record.receiving = Some(Receiving {
                 transfer: offer.transfer,
                 is_begun: false,
                 cursors,
                 token: now.draw,
                 cut_ms: offer.cut_ms,
+                blocks: record.members.iter().map(size).collect(),
             });
         })
     }
@@ -516,6 +524,12 @@ impl Brain {
     fn resyncing(&self) -> Option<Record> {
         let word = self.heard.as_ref()?;
         let record = &self.record;
+        // Both were asked for at once, and each waits for the other to be primary. Neither has discarded
+        // anything: a primary that says that it knows of a resync begins none.
+        let gives_way = word.role == Role::Resyncing && record.cluster < record.peer;
+        if gives_way && !mutant::is("two-resyncs-wait-for-each-other") {
+            return self.changed(|record| record.role = Role::Diverged);
+        }
         let base = self.newest_of_both();
         let is_kept =
             self.all(|member| member.lost == record.lost) || mutant::is("resync-without-lost");

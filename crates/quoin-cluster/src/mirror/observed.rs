@@ -16,6 +16,8 @@ pub struct Observed {
     pub stamp: Stamp,
     /// Points that it holds, the oldest cut first.
     pub points: Vec<PointId>,
+    /// Size of the live view, which never shrinks.
+    pub blocks: u64,
     /// The point whose content the live view has: nothing that changes content came after its cut, or
     /// after the last Revert to it.
     pub at: Option<PointId>,

@@ -84,6 +84,9 @@ impl Brain {
             if is_ordered || seen.stamp < self.stamp() {
                 orders.push(Order::Stop);
             }
+            if let Some(blocks) = self.needed(member, receiving).filter(|n| seen.blocks < *n) {
+                orders.push(Order::Grow(blocks));
+            }
             if let Some(base) = base
                 && seen.at != Some(base)
                 && !mutant::is("other-base-without-a-revert")
@@ -102,9 +105,19 @@ impl Brain {
     }
 
     fn receive_order(&self, member: &Member, receiving: &Receiving) -> Order {
-        let place = self.record.members.iter().position(|other| other == member);
-        let from = place.and_then(|place| receiving.cursors.get(place)).copied().unwrap_or(0);
+        let from = self.of_member(member, &receiving.cursors).unwrap_or(0);
         Order::Receive { transfer: receiving.transfer, token: receiving.token, from }
+    }
+
+    /// The size that a member needs before a slot comes.
+    pub(super) fn needed(&self, member: &Member, receiving: &Receiving) -> Option<u64> {
+        self.of_member(member, &receiving.blocks)
+    }
+
+    /// Entry of one member in a list that is in the order of the members.
+    fn of_member(&self, member: &Member, list: &[u64]) -> Option<u64> {
+        let place = self.record.members.iter().position(|other| other == member);
+        place.and_then(|place| list.get(place)).copied()
     }
 
     fn go_back(&self, seen: &Observed, orders: &mut Vec<Order>) {

@@ -85,6 +85,8 @@ pub struct Receiving {
     pub token: u128,
     /// Wall clock of the other side when the point was cut.
     pub cut_ms: u64,
+    /// Size that each member needs before a slot comes.
+    pub blocks: Vec<u64>,
 }
 
 impl Receiving {

@@ -34,6 +34,7 @@ fn seen(serial: u64, record: &Record, points: &[PointId]) -> Box<Observed> {
         seen_ms: 0,
         stamp: Stamp::default(),
         points: points.to_vec(),
+        blocks: 0,
         at: None,
         fenced: 0,
         order: None,
@@ -228,6 +229,7 @@ fn a_joining_member_has_a_base_once_it_holds_a_point_itself() {
         cursors: vec![0, 0],
         token: 4,
         cut_ms: 0,
+        blocks: vec![0, 0],
     });
     let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
     brain.on(now(0), Event::Observed(VOLUME, seen(1, &record, &[POINT])), &mut Vec::new());
@@ -237,4 +239,55 @@ fn a_joining_member_has_a_base_once_it_holds_a_point_itself() {
     let record = stored(&actions).expect("the point is complete without the joiner");
     assert_eq!(record.points.complete, Some(POINT));
     assert!(record.members.iter().all(|member| member.has_base == (member.volume == VOLUME)));
+}
+
+#[test]
+fn of_two_resyncs_at_once_one_gives_way_for_a_side_to_be_promoted() {
+    break_a_rule();
+    let role_of = |[cluster, peer]: [ClusterId; 2]| {
+        let lost = Some(PointId(3));
+        let record = Record { role: Role::Resyncing, fence: 5, lost, cluster, peer, ..primary() };
+        let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+        brain.on(now(0), Event::Observed(VOLUME, seen(1, &record, &[])), &mut Vec::new());
+        let other = Word { role: Role::Resyncing, resync: Some(PointId(4)), ..word(&record) };
+        let actions = hear(&mut brain, &mut peer, other);
+        stored(&actions).map(|record| record.role)
+    };
+    let [lower, higher] = CLUSTERS;
+    assert_eq!(role_of([lower, higher]), Some(Role::Diverged));
+    assert_eq!(role_of([higher, lower]), None, "it waits for the other side to be promoted");
+}
+
+#[test]
+fn a_transfer_begins_once_no_older_order_is_on_its_way_and_the_copy_is_large_enough() {
+    break_a_rule();
+    let begun =
+        Begun { generation: Generation { number: 1, cluster: CLUSTERS[1], id: 0 }, at: None };
+    let receiving = record::Receiving {
+        transfer: Transfer { point: POINT, base: None },
+        is_begun: false,
+        cursors: vec![0],
+        token: 4,
+        cut_ms: 0,
+        blocks: vec![20],
+    };
+    let record = Record {
+        role: Role::Secondary,
+        chain: Chain::new(begun),
+        receiving: Some(receiving),
+        ..primary()
+    };
+    let is_begun = |stamp: u64, blocks: u64| {
+        let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 7), Session::new(8));
+        let stamp = Stamp { term: record.term, version: stamp };
+        let observed = Observed { stamp, blocks, ..*seen(1, &record, &[]) };
+        brain.on(now(0), Event::Observed(VOLUME, Box::new(observed)), &mut Vec::new());
+        let own = Word { role: Role::Primary, ..word(&record) };
+        let actions = hear(&mut brain, &mut peer, own);
+        let receiving = stored(&actions).and_then(|record| record.receiving.clone());
+        receiving.is_some_and(|receiving| receiving.is_begun)
+    };
+    assert!(!is_begun(6, 20), "a member may still get an order of before");
+    assert!(!is_begun(7, 19), "it is too small for its slots");
+    assert!(is_begun(7, 20));
 }

@@ -13,6 +13,8 @@ pub struct Offer {
     pub transfer: Transfer,
     /// Wall clock of the side that offers, when the point was cut.
     pub cut_ms: u64,
+    /// Sizes that the members of the copy need, in the order of the members.
+    pub blocks: Vec<u64>,
 }
 
 /// A side is ready to take slots.

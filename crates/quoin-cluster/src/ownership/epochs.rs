@@ -258,6 +258,41 @@ mod tests {
         }
     }
 
+    /// Volume of recovered records: `node-1` has it, and somebody opened it since the copy was made.
+    fn recovered() -> VolumeRecord {
+        let mut volume = crate::records::recorded::volume();
+        (volume.opened.epoch, volume.grants) = (7, crate::records::Grants::default());
+        volume.opened.owner = Some("node-1".to_owned());
+        volume.opened.incarnation = Text(Incarnation(70));
+        volume.used.begin("node-1", 5, 4);
+        volume.used.doubt();
+        volume
+    }
+
+    #[test]
+    fn an_epoch_begins_a_use_anew_unless_its_node_has_the_last_one() {
+        let acquired = |volume: &VolumeRecord, incarnation| {
+            let mut volume = volume.clone();
+            let node = "node-1".to_owned();
+            let asked = Acquire { node, incarnation: Incarnation(incarnation), at_least: Epoch(7) };
+            assert_eq!(acquire(&mut volume, &asked, Term::default()), Ok(Ok(())));
+            assert!(!volume.used.unproven);
+            volume.used.since_of("node-1")
+        };
+        let volume = recovered();
+        assert_eq!(acquired(&volume, 71), 8, "its device is of before another node's use");
+        assert_eq!(acquired(&volume, 70), 5, "the very target that has it");
+        // A target that serves under the last epoch proves the same.
+        let mut proven = volume.clone();
+        for (node, epoch) in [("node-2", 7), ("node-1", 6)] {
+            prove_holder(&mut proven, node, epoch);
+            assert_eq!(proven, volume);
+        }
+        prove_holder(&mut proven, "node-1", 7);
+        assert_eq!(proven.grants.holder, "node-1");
+        assert_eq!(acquired(&proven, 71), 5);
+    }
+
     /// A follower has no place after the removal, and no other rule would discard it.
     #[test]
     fn what_was_to_follow_a_replica_goes_with_it_when_that_leaves_for_good() {

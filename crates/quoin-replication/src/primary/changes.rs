@@ -20,7 +20,7 @@ use std::time::Duration;
 use super::{Link, Phase, Primary, PrimaryAction};
 use quoin_types::ids::{Lsn, SnapshotId};
 use quoin_types::membership::Member;
-use quoin_types::message::{Content, ReadView, RequestId, Slot, ToReplica};
+use quoin_types::message::{ChangedRange, Content, ReadView, RequestId, Slot, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
@@ -51,14 +51,6 @@ pub struct ChangesRequest {
     /// Block at which the part begins.
     pub cursor: u64,
     pub want_data: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ChangedRange {
-    pub lba: u64,
-    pub blocks: u64,
-    /// The range is a hole in the newer snapshot.
-    pub hole: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]

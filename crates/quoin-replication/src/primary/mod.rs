@@ -77,7 +77,7 @@ mod wait_reason;
 mod write;
 
 use announced::Announced;
-pub use changes::{ChangedRange, ChangesAnswer, ChangesRequest};
+pub use changes::{ChangesAnswer, ChangesRequest};
 pub use events::{PrimaryAction, PrimaryEvent, PrimaryNote};
 use history::History;
 pub use holds::{HOLD_MS_MAX, PointOutcome, PointWish};
@@ -87,6 +87,7 @@ use quoin_types::VOLUME_BLOCKS_MAX;
 use quoin_types::block::{BlockError, Payload, Reply, Token};
 use quoin_types::ids::{SessionKey, VolumeId};
 use quoin_types::membership::{Durability, Member};
+pub use quoin_types::message::ChangedRange;
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::time::Time;
 use quorum::Views;

@@ -41,6 +41,7 @@ use quoin_wire::Connection;
 use crate::assignment::Sharer;
 use crate::commands::{Answer, Command};
 use crate::dial::{Dialler, Dials, Undialled};
+use crate::history::{Pull, Pulls};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use crate::standing::Openers;
@@ -81,6 +82,10 @@ pub enum Input {
         volume: VolumeId,
         command: Command,
     },
+    /// A stream of the history socket wants a part.
+    Pull(VolumeId, Pull),
+    /// The stream that asked for this part does not wait for it any more.
+    PullGivenUp(VolumeId, u64),
     Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
     /// Keep the leases of idle volumes too, or no more.
     KeepLeases(bool),
@@ -209,6 +214,7 @@ struct Volume {
     orders: Orders,
     stage: Stage,
     wished: Wished,
+    pulls: Pulls,
     sealing: Sealing,
     timer_key: u64,
     touched: bool,
@@ -462,6 +468,12 @@ impl Shard {
                 self.event(now, volume, PrimaryEvent::Swapped { version, membership });
             }
             Input::Command { volume, command } => self.command(now, volume, command),
+            Input::Pull(volume, pull) => self.pull(now, volume, pull),
+            Input::PullGivenUp(volume, token) => {
+                if let Some(volume) = self.volumes.get_mut(&volume) {
+                    volume.pulls.give_up(token);
+                }
+            }
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
                 // The caller may have stopped waiting.
@@ -517,6 +529,7 @@ impl Shard {
             orders: Orders::new(options),
             stage: Stage::default(),
             wished: Wished::default(),
+            pulls: Pulls::default(),
             sealing: Sealing::new(is_encrypted, key.as_ref()),
             timer_key,
             touched: false,
@@ -618,7 +631,14 @@ impl Shard {
                 PrimaryAction::Reply(reply) => self.reply(id, reply),
                 PrimaryAction::Changes { token, answer } => {
                     self.reports.metrics.pulled.inc_by(snapshots::data_bytes(&answer));
-                    self.reports.ask(Ask::Pulled { volume: id, token, answer });
+                    let pulls = self.volumes.get_mut(&id).map(|volume| &mut volume.pulls);
+                    let answer = match pulls {
+                        Some(pulls) => pulls.answer(token, answer),
+                        None => Some(answer),
+                    };
+                    if let Some(answer) = answer {
+                        self.reports.ask(Ask::Pulled { volume: id, token, answer });
+                    }
                 }
                 PrimaryAction::Timer { at } => {
                     if let Some(volume) = self.volumes.get(&id) {

@@ -11,6 +11,7 @@ use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 
 use super::{Ask, Shard};
 use crate::commands::{Answer, Command};
+use crate::history::Pull;
 
 /// When wishes were passed on first, for the time of the cut: the last ones, in their order.
 #[derive(Default)]
@@ -59,6 +60,15 @@ impl Shard {
                 self.event(now, id, PrimaryEvent::Point { point, wish });
             }
         }
+    }
+
+    /// Asks for a part that a stream wants. Dropped, its answer says that the volume is not served here.
+    pub(super) fn pull(&mut self, now: Time, id: VolumeId, pull: Pull) {
+        let Some(volume) = self.volumes.get_mut(&id).filter(|volume| volume.stage.served) else {
+            return;
+        };
+        let request = volume.pulls.insert(pull);
+        self.event(now, id, PrimaryEvent::Changes(request));
     }
 
     /// Passes a wish on. A volume that does not serve drops it, and the controller repeats it.

@@ -5,7 +5,7 @@ use quoin_api::control::SnapshotPart;
 use serde::Serialize;
 
 use super::get_of;
-use super::pull::Pull;
+use super::pull::{Pull, Source};
 use crate::client::{ClientOptions, Cluster, get_volume};
 use crate::output::{self, Format, Row};
 use crate::size::show_size;
@@ -80,7 +80,8 @@ pub async fn run(
     let volume = get_volume(cluster, &options.volume).await?;
     let from = get_of(cluster, &volume, &options.from).await?;
     let to = get_of(cluster, &volume, &options.to).await?;
-    let mut pull = Pull { cluster, client, snapshot: &to, since: Some(&from), want_data: false };
+    let (since, source) = (Some(&from), Source::default());
+    let mut pull = Pull { cluster, client, snapshot: &to, since, want_data: false, source };
     let (mut ranges, mut offset) = (Vec::new(), Some(0));
     let mut size_bytes = to.size_bytes;
     while let Some(at) = offset {

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::get;
-use super::pull::Pull;
+use super::pull::{Pull, Source};
 use crate::client::{ClientOptions, Cluster, get_volume};
 use crate::events::show_time;
 use crate::output::{self, Format};
@@ -150,8 +150,14 @@ pub async fn run(
             Box::new(Archive::open(&options.to, &header)?)
         }
     };
-    let mut pull =
-        Pull { cluster, client, snapshot: &snapshot, since: since.as_ref(), want_data: true };
+    let mut pull = Pull {
+        cluster,
+        client,
+        snapshot: &snapshot,
+        since: since.as_ref(),
+        want_data: true,
+        source: Source::default(),
+    };
     copy(&mut pull, &mut *sink, &options.to).await?;
     let (data_bytes, hole_bytes) = sink.end()?;
     let view = ExportView {

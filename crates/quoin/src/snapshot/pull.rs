@@ -1,15 +1,23 @@
-//! Parts of a snapshot's content, one after the other, from the controller.
+//! Parts of a snapshot's content, one after the other: from the target of this host where it serves the
+//! volume, and else from the controller.
 
 use anyhow::{Result, bail};
 use quoin_api::control::{PullSnapshotRequest, Snapshot, SnapshotPart, SnapshotRef};
+use quoin_types::BLOCK_SIZE;
+use quoin_types::ids::{SnapshotId, VolumeId};
+use quoin_wire::history::{SOCKET, Wanted};
 use std::time::{Duration, Instant};
 use tonic::{Code, Response, Status};
 
+use super::stream::Stream;
 use crate::client::{ClientOptions, Cluster, refusal};
 
 /// Pause before a part that did not come is requested again, and between two lines about it.
 const AGAIN: Duration = Duration::from_millis(300);
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+/// Time for which a target that did not serve a part is passed over: a target that was started again, or to
+/// which the volume came meanwhile, is used from then on.
+const PASSED_OVER: Duration = Duration::from_secs(5);
 
 /// Reads a snapshot part by part; each part is the same whenever it is requested.
 pub struct Pull<'a> {
@@ -18,6 +26,20 @@ pub struct Pull<'a> {
     pub snapshot: &'a Snapshot,
     pub since: Option<&'a Snapshot>,
     pub want_data: bool,
+    pub source: Source,
+}
+
+/// Source of the last part.
+#[derive(Default)]
+pub enum Source {
+    /// No part was read yet.
+    #[default]
+    Unknown,
+    Target(Stream),
+    /// The target of this host is passed over until then.
+    Controller {
+        until: Instant,
+    },
 }
 
 pub fn by_id(snapshot: &Snapshot) -> SnapshotRef {
@@ -30,6 +52,9 @@ impl Pull<'_> {
     /// # Errors
     /// A refusal that waiting does not change, or nothing came for as long as the user waits.
     pub async fn part(&mut self, offset: u64) -> Result<SnapshotPart> {
+        if let Some(part) = self.part_of_this_host(offset).await {
+            return Ok(part);
+        }
         let part = patiently(self.client, async || {
             let request = PullSnapshotRequest {
                 snapshot: Some(by_id(self.snapshot)),
@@ -42,6 +67,46 @@ impl Pull<'_> {
         .await?;
         check(&part, offset)?;
         Ok(part)
+    }
+
+    /// The part, if the target of this host serves it.
+    async fn part_of_this_host(&mut self, offset: u64) -> Option<SnapshotPart> {
+        let block = offset / BLOCK_SIZE as u64;
+        match &self.source {
+            // Ranges alone are few bytes, and the controller knows who has them.
+            _ if !self.want_data || !offset.is_multiple_of(BLOCK_SIZE as u64) => return None,
+            Source::Controller { until } if Instant::now() < *until => return None,
+            Source::Target(stream) if stream.is_at(block) => {}
+            _ => match self.stream_at(block) {
+                Some(stream) => self.source = Source::Target(stream),
+                None => return self.pass_over(),
+            },
+        }
+        let Source::Target(stream) = &mut self.source else { return None };
+        match stream.part().await {
+            Ok(part) => Some(SnapshotPart { size_bytes: self.snapshot.size_bytes, ..part }),
+            Err(error) => {
+                tracing::debug!(%error, "the target of this host is passed over");
+                self.pass_over()
+            }
+        }
+    }
+
+    fn pass_over<T>(&mut self) -> Option<T> {
+        self.source = Source::Controller { until: Instant::now() + PASSED_OVER };
+        None
+    }
+
+    fn stream_at(&self, block: u64) -> Option<Stream> {
+        let id = |snapshot: &Snapshot| snapshot.id.parse::<SnapshotId>().ok();
+        let from = match self.since {
+            Some(since) => Some(id(since)?),
+            None => None,
+        };
+        let volume = self.snapshot.volume_id.parse::<VolumeId>().ok()?;
+        let (to, want_data) = (id(self.snapshot)?, self.want_data);
+        let wanted = Wanted { volume, from, to, cursor: block, want_data };
+        Stream::open(&self.client.run_directory().join("nbd").join(SOCKET), wanted).ok()
     }
 }
 

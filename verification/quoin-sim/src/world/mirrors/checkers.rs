@@ -8,7 +8,7 @@ use quoin_cluster::mirror::{Generation, Member, Record, Role, Stamp};
 use quoin_types::Time;
 use quoin_types::ids::{PointId, VolumeId};
 
-use super::volume::{Content, Tag};
+use super::volume::{Content, Tag, is_same};
 use super::{Mirrors, cluster, volume};
 
 /// An acknowledged write.
@@ -75,6 +75,7 @@ impl Mirrors {
         }
         let truth = self.checks.truth.entry(generation).or_default();
         if let Some(content) = truth.get_mut(&volume) {
+            content.resize(content.len().max(block + 1), 0);
             content[block] = tag;
         }
         self.checks.checked += 1;
@@ -83,6 +84,17 @@ impl Mirrors {
         let rules = |side: usize| self.sides[side].volumes.values().any(|v| v.is_writable());
         if self.checks.forced == 0 && rules(0) && rules(1) {
             self.violate("NoSecondPrimaryWithoutForce", format!("{side} writes beside the other"));
+        }
+    }
+
+    /// A volume has another size for its clients from here on.
+    pub(super) fn check_grown(&mut self, side: usize, volume: VolumeId) {
+        let target = &self.sides[side].volumes[&volume];
+        let (size, kept) = (target.live.len(), target.keepsake);
+        let generation = kept.map(|kept| kept.begun.generation);
+        let truth = generation.and_then(|generation| self.checks.truth.get_mut(&generation));
+        if let Some(content) = truth.and_then(|truth| truth.get_mut(&volume)) {
+            content.resize(size.max(content.len()), 0);
         }
     }
 
@@ -121,7 +133,7 @@ impl Mirrors {
             return self
                 .violate("DigestMatches", format!("{side}: {point:?} of {volume:?} is no point"));
         };
-        if *content != live {
+        if !is_same(content, &live) {
             let detail = format!("{side}: {volume:?} at {point:?} is {live:?}, not {content:?}");
             self.violate("DigestMatches", detail);
         }
@@ -134,14 +146,15 @@ impl Mirrors {
             return;
         }
         let target = &self.sides[side].volumes[&volume];
-        let is_lost_kept = target.lost.as_ref().is_some_and(|(_, kept)| kept == former);
+        let is_it = |content: &Content| is_same(content, former);
+        let is_lost_kept = target.lost.as_ref().is_some_and(|(_, kept)| is_it(kept));
         let peer = &self.sides[1 - side].volumes[&volume];
-        let is_there = peer.points.iter().any(|(_, content)| content == former);
+        let is_there = peer.points.iter().any(|(_, content)| is_it(content));
         let record = self.sides[side].stored();
         let is_in_chain = record.chain.all().iter().filter_map(|begun| begun.at).any(|point| {
-            self.checks.points.get(&point).and_then(|of| of.get(&volume)) == Some(former)
+            self.checks.points.get(&point).and_then(|of| of.get(&volume)).is_some_and(is_it)
         });
-        let is_held = target.points.iter().any(|(_, content)| content == former);
+        let is_held = target.points.iter().any(|(_, content)| is_it(content));
         if is_lost_kept || is_there || is_in_chain || is_held && record.role == Role::Promoting {
             return;
         }
@@ -208,7 +221,8 @@ impl Mirrors {
         for member in after.members.iter().filter(|member| member.has_base) {
             let live = self.sides[side].volumes[&member.volume].live.clone();
             let promised = self.checks.points.get(&point).and_then(|of| of.get(&member.volume));
-            if promised != Some(&live) {
+            let is_shown = |promised: &Content| is_same(promised, &live);
+            if !promised.is_some_and(is_shown) {
                 let detail = format!(
                     "{side}: {:?} shows {live:?}, {point:?} is {promised:?}",
                     member.volume
@@ -220,13 +234,23 @@ impl Mirrors {
         if !before.claims.is_forced {
             let former = before.chain.top().generation;
             let truth = &self.checks.truth[&former];
-            let lacks = shown.iter().find(|(volume, live)| truth.get(volume) != Some(*live));
+            let is_shown = |volume, live| truth.get(volume).is_some_and(|all| is_same(all, live));
+            let lacks = shown.iter().find(|(volume, live)| !is_shown(*volume, *live));
             if let Some((volume, live)) = lacks {
                 let detail = format!(
                     "{side}: {volume:?} shows {live:?}, acknowledged {:?}",
                     truth.get(volume)
                 );
                 return self.violate("PlannedMoveLosesNothing", detail);
+            }
+            let size = |volume| truth.get(volume).map_or(0, Vec::len);
+            if let Some((volume, live)) = shown.iter().find(|(v, live)| live.len() < size(v)) {
+                let detail = format!(
+                    "{side}: {volume:?} has {} blocks, and had {}",
+                    live.len(),
+                    size(volume)
+                );
+                return self.violate("SizesFirst", detail);
             }
         }
         for (volume, target) in &self.sides[side].volumes {
@@ -296,7 +320,8 @@ impl Mirrors {
         }
         let lacks = newest.into_iter().find(|((volume, block), tag)| {
             let points = &peer.volumes[volume].points;
-            !points.iter().any(|(point, content)| content[*block] >= *tag && peer.holds(*point))
+            let has_it = |content: &Content| content.get(*block).is_some_and(|has| has >= tag);
+            !points.iter().any(|(point, content)| has_it(content) && peer.holds(*point))
         });
         self.checks.checked += 1;
         if let Some(((volume, block), tag)) = lacks {
@@ -329,10 +354,10 @@ impl Mirrors {
         let copy = &records[1 - primary];
         let is_whole = copy.points.complete.is_some_and(|complete| {
             let of = self.checks.points.get(&complete);
-            self.sides[primary]
-                .volumes
-                .iter()
-                .all(|(volume, target)| of.and_then(|of| of.get(volume)) == Some(&target.live))
+            self.sides[primary].volumes.iter().all(|(volume, target)| {
+                let content = of.and_then(|of| of.get(volume));
+                content.is_some_and(|content| is_same(content, &target.live))
+            })
         });
         if !is_whole || copy.receiving.is_some() {
             let detail = state();

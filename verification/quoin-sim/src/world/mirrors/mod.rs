@@ -17,6 +17,7 @@
 //! | SyncTimeIsTrue | an acknowledged write before the told time that the other side lacks |
 //! | CleanupHarmless | a call of a clean-up that changes a copy |
 //! | IdleIsFree | points of a group that nobody writes |
+//! | SizesFirst | a slot for a copy that is still too small, or a planned promotion to a smaller volume |
 //! | Liveness | a copy that is not complete again after the last fault |
 //! | Bounds | a message that is not decoded, a run without an end |
 
@@ -52,6 +53,8 @@ const GROUP: GroupId = GroupId(1);
 const WELL_WITHIN: Instant = 400 * SECOND;
 /// Events of one run at most: one with more counts as a run without an end.
 const EVENTS_MAX: u64 = 5_000_000;
+/// Largest volume of a run, in blocks.
+const BLOCKS_MAX: usize = 16;
 /// Time at the end in which nobody writes.
 const IDLE: Instant = 120 * SECOND;
 
@@ -104,6 +107,7 @@ struct Settings {
     delay_ns: u64,
     forced_percent: u64,
     restores: bool,
+    growth_percent: u64,
     calls_every: (u64, u64),
     faults_every: (u64, u64),
     writes_every: u64,
@@ -112,6 +116,8 @@ struct Settings {
 /// A run of two clusters.
 pub(crate) struct Mirrors {
     random: Random,
+    /// Of its own, for sizes: runs without growth are what they were.
+    growth: Random,
     schedule: Schedule<MirrorEvent>,
     sides: [Side; 2],
     streams: BTreeMap<(usize, VolumeId, u128), Stream>,
@@ -140,6 +146,7 @@ pub(super) fn cluster(side: usize) -> ClusterId {
 impl Mirrors {
     pub fn new(options: RunOptions) -> Self {
         let mut random = Random::new(options.seed ^ 0x6d69_7272_6f72);
+        let mut growth = Random::new(options.seed ^ 0x0073_697a_66f4);
         let is_roles = options.swarm == Swarm::Failovers;
         let is_restored = options.swarm == Swarm::Restored;
         let settings = Settings {
@@ -147,6 +154,7 @@ impl Mirrors {
             delay_ns: *random.pick(&[5, 40, 300]) * MILLISECOND,
             forced_percent: if is_roles || random.percent(50) { 40 } else { 0 },
             restores: is_restored || random.percent(15),
+            growth_percent: if growth.percent(30) { 4 } else { 0 },
             calls_every: if is_roles { (2, 12) } else { (5, 60) },
             faults_every: if is_restored { (3, 20) } else { (4, 40) },
             writes_every: *random.pick(&[30, 200, 1500]) * MILLISECOND,
@@ -179,6 +187,7 @@ impl Mirrors {
         Self {
             draws: random.fork(),
             random,
+            growth,
             schedule,
             sides,
             streams: BTreeMap::new(),
@@ -335,6 +344,11 @@ impl Mirrors {
             return;
         }
         self.next_tag += 1;
+        if self.growth.percent(self.settings.growth_percent) && target.live.len() < BLOCKS_MAX {
+            target.grow(target.live.len() + 1);
+            self.check_grown(side, volume);
+        }
+        let Some(target) = self.sides[side].volumes.get_mut(&volume) else { return };
         let (block, tag) = (self.random.index(target.live.len()), self.next_tag);
         target.write(block, tag);
         self.stats.ios.checked += 1;
@@ -414,7 +428,7 @@ impl Mirrors {
             self.say(|| format!("{side}: {volume:?} {stamp:?} {order:?}"));
         }
         match effect {
-            Effect::Nothing | Effect::Kept(_) => {}
+            Effect::Nothing | Effect::Kept(_) | Effect::BehindTheEnd => {}
             Effect::Overwrote(former) => self.check_overwritten(side, volume, &former),
             Effect::Cut(point) => self.check_cut(side, volume, stamp, point),
         }
@@ -506,7 +520,9 @@ impl Mirrors {
             sums: [sum, if is_damaged { sum ^ 1 } else { sum }],
             end: is_last.then_some(digest),
         };
-        let write = to.get(block).filter(|tag| base[block] != **tag).map(|tag| {
+        // Blocks behind the end of the base are holes there.
+        let in_base = base.get(block).copied().unwrap_or(0);
+        let write = to.get(block).filter(|tag| in_base != **tag).map(|tag| {
             let tag = if is_damaged { *tag ^ 0x4000_0000 } else { *tag };
             (block, tag)
         });
@@ -547,8 +563,13 @@ impl Mirrors {
         if matches!(role, Role::Primary | Role::Demoting | Role::Off) {
             self.violate("FeedOnlyWhileSecondary", format!("{side} is {role:?}"));
         }
-        if let Effect::Overwrote(former) = effect {
-            self.check_overwritten(side, volume, &former);
+        match effect {
+            Effect::Overwrote(former) => self.check_overwritten(side, volume, &former),
+            Effect::BehindTheEnd => {
+                let detail = format!("{side}: {volume:?} is too small for {:?}", slot.1);
+                self.violate("SizesFirst", detail);
+            }
+            Effect::Nothing | Effect::Cut(_) | Effect::Kept(_) => {}
         }
         let delay = self.random.below(2 * SECOND);
         self.schedule.after(delay, MirrorEvent::Sync(side, volume));

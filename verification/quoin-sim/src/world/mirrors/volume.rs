@@ -18,6 +18,15 @@ pub enum Effect {
     /// A member of a copy is cut.
     Cut(PointId),
     Kept(Keepsake),
+    /// A slot came that lies behind the end of the volume.
+    BehindTheEnd,
+}
+
+/// Returns true if two contents are the same, as far as both reach, and nothing is behind that.
+pub fn is_same(one: &Content, other: &Content) -> bool {
+    let shorter = one.len().min(other.len());
+    let is_hole = |content: &Content| content[shorter..].iter().all(|tag| *tag == 0);
+    one[..shorter] == other[..shorter] && is_hole(one) && is_hole(other)
 }
 
 #[derive(Clone, Debug)]
@@ -89,6 +98,12 @@ impl Volume {
         self.live[block] = tag;
         self.at = None;
         self.is_written = true;
+    }
+
+    /// Makes it so large, unless it is larger.
+    pub fn grow(&mut self, blocks: usize) {
+        let blocks = blocks.max(self.live.len());
+        self.live.resize(blocks, 0);
     }
 
     /// The live view is a point from here on.
@@ -165,7 +180,10 @@ impl Volume {
                 }
                 self.unsynced.clear();
                 self.at = Some(point);
-                Effect::Overwrote(std::mem::replace(&mut self.live, content))
+                let size = self.live.len();
+                let former = std::mem::replace(&mut self.live, content);
+                self.grow(size);
+                Effect::Overwrote(former)
             }
             Order::Receive { transfer, token, from } => {
                 if self.feed.ordered() != Some((transfer, token)) {
@@ -173,6 +191,10 @@ impl Volume {
                     self.feed_epoch = self.epoch;
                     self.stable_to = from;
                 }
+                Effect::Nothing
+            }
+            Order::Grow(blocks) => {
+                self.grow(blocks as usize);
                 Effect::Nothing
             }
             Order::Stop => {
@@ -198,6 +220,9 @@ impl Volume {
             return None;
         }
         let Some((block, tag)) = write else { return Some(Effect::Nothing) };
+        if block >= self.live.len() {
+            return Some(Effect::BehindTheEnd);
+        }
         let former = self.live.clone();
         self.unsynced.push((block, self.live[block]));
         self.live[block] = tag;
@@ -212,6 +237,7 @@ impl Volume {
             seen_ms,
             stamp: self.seen,
             points: self.points.iter().map(|(point, _)| *point).collect(),
+            blocks: self.live.len() as u64,
             at: self.at,
             fenced: self.fenced,
             order: self.feed.ordered(),
