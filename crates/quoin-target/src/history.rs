@@ -66,7 +66,7 @@ fn answer(control: &Control, mut stream: UnixStream, place: Option<OwnedSemaphor
         None => Message::Refused(Refused::Busy).write(&mut stream),
     };
     if let Err(error) = outcome {
-        // The client goes on where it was.
+        // A further stream begins where this one ended.
         tracing::debug!(%error, "a stream of a snapshot ended");
     }
 }

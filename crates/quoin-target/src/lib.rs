@@ -4,8 +4,9 @@
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
 //! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on
 //! helper threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or,
-//! where configured, over TCP ([`nbd_listener`]); exports come over another one ([`history`]); so do other nodes that share a volume, while the
-//! sockets of volumes that are served elsewhere lead there ([`relay`]). The control thread (tokio)
+//! where configured, over TCP ([`nbd_listener`]); so do other nodes that share a volume, while the
+//! sockets of volumes that are served elsewhere lead there ([`relay`]). Exports of snapshots have a socket of
+//! their own ([`history`]). The control thread (tokio)
 //! requests epochs and reports; no IO ever waits for it.
 
 pub mod assignment;

@@ -45,8 +45,11 @@ struct Body {
     data: Bytes,
 }
 
-/// Decodes a whole frame (header included, tag removed) whose header is `header`.
-pub fn decode(header: &Header, frame: Bytes) -> Result<Incoming, WireError> {
+/// Head and data of a whole frame (header included, tag removed) whose header is `header`.
+///
+/// # Errors
+/// The frame has another length, or its head another checksum.
+pub(crate) fn parts(header: &Header, frame: &Bytes) -> Result<(Reader, Bytes), WireError> {
     if frame.len() != header.frame_len() {
         return Err(WireError::Malformed("frame length"));
     }
@@ -55,7 +58,13 @@ pub fn decode(header: &Header, frame: Bytes) -> Result<Incoming, WireError> {
     if crc32c(&head) != header.head_crc {
         return Err(WireError::Checksum("head"));
     }
-    let mut body = Body { head: Reader::new(head), data: frame.slice(head_end..) };
+    Ok((Reader::new(head), frame.slice(head_end..)))
+}
+
+/// Decodes a whole frame (header included, tag removed) whose header is `header`.
+pub fn decode(header: &Header, frame: Bytes) -> Result<Incoming, WireError> {
+    let (head, data) = parts(header, &frame)?;
+    let mut body = Body { head, data };
     let frame = body.frame(header.kind)?;
     // Later versions may append fields before the version is negotiated.
     if !matches!(frame, Frame::Hello(_) | Frame::Welcome(_)) {

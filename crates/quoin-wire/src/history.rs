@@ -3,8 +3,8 @@
 //!
 //! A connection is one stream. The client says what it wants ([`Wanted`]), and the target answers with parts
 //! ([`Part`]) in the order of their blocks until the last one, or ends the stream with a reason ([`Refused`]).
-//! The client goes on elsewhere, or later, at the block where the next part begins. A part is the same from
-//! whatever target it comes: both snapshots are fixed.
+//! A stream that ended early is gone on with elsewhere, or later, at the block where the next part begins: parts
+//! are the same from whatever target they come, as both snapshots are fixed.
 //!
 //! Each block comes with the checksum under which it is stored, and [`Part::check`] holds it against that.
 //! Frames have the header and the limits of [`crate::frame`], and the socket is one of the host, for its owner
@@ -18,6 +18,7 @@ use quoin_types::ids::{SessionKey, SnapshotId, VolumeId};
 use quoin_types::message::ChangedRange;
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
 
+use crate::decode;
 use crate::encode::FrameBuffer;
 use crate::frame::{HEADER_LEN, Header, Limits, WireError, kind};
 
@@ -174,16 +175,7 @@ impl Message {
     /// # Errors
     /// The frame is none of this socket.
     pub fn decode(header: &Header, frame: Bytes) -> Result<Self, WireError> {
-        if frame.len() != header.frame_len() {
-            return Err(WireError::Malformed("frame length"));
-        }
-        let head_end = HEADER_LEN + header.head_len as usize;
-        let head = frame.slice(HEADER_LEN..head_end);
-        if crc32c(&head) != header.head_crc {
-            return Err(WireError::Checksum("head"));
-        }
-        let mut head = Reader::new(head);
-        let mut data = frame.slice(head_end..);
+        let (mut head, mut data) = decode::parts(header, &frame)?;
         let message = match header.kind {
             kind::HISTORY_WANTED => Message::Wanted(Wanted {
                 volume: VolumeId(head.u128("history frame")?),

@@ -258,7 +258,7 @@ mod tests {
         }
     }
 
-    /// Volume of recovered records: `node-1` has it, and somebody opened it since the copy was made.
+    /// Volume of recovered records, attached to `node-1`. An epoch was granted since the copy was made.
     fn recovered() -> VolumeRecord {
         let mut volume = crate::records::recorded::volume();
         (volume.opened.epoch, volume.grants) = (7, crate::records::Grants::default());

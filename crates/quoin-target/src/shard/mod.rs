@@ -631,12 +631,8 @@ impl Shard {
                 PrimaryAction::Reply(reply) => self.reply(id, reply),
                 PrimaryAction::Changes { token, answer } => {
                     self.reports.metrics.pulled.inc_by(snapshots::data_bytes(&answer));
-                    let pulls = self.volumes.get_mut(&id).map(|volume| &mut volume.pulls);
-                    let answer = match pulls {
-                        Some(pulls) => pulls.answer(token, answer),
-                        None => Some(answer),
-                    };
-                    if let Some(answer) = answer {
+                    let Some(volume) = self.volumes.get_mut(&id) else { continue };
+                    if let Some(answer) = volume.pulls.answer(token, answer) {
                         self.reports.ask(Ask::Pulled { volume: id, token, answer });
                     }
                 }
