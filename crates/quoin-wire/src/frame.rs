@@ -207,6 +207,9 @@ pub mod kind {
     pub const HISTORY_WANTED: u8 = 144;
     pub const HISTORY_PART: u8 = 145;
     pub const HISTORY_REFUSED: u8 = 146;
+    pub const HISTORY_FEED: u8 = 147;
+    pub const HISTORY_SLOTS: u8 = 148;
+    pub const HISTORY_TAKEN: u8 = 149;
 }
 
 /// The stable numbers of failures on the wire.

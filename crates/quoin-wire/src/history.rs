@@ -1,10 +1,15 @@
 //! Frames of a target's history socket: what a snapshot of a volume holds, or what changed in it since an
-//! older one, as it is stored.
+//! older one, as it is stored; and the same into a copy of the volume.
 //!
 //! A connection is one stream. The client says what it wants ([`Wanted`]), and the target answers with parts
 //! ([`Part`]) in the order of their blocks until the last one, or ends the stream with a reason ([`Refused`]).
 //! A stream that ended early is gone on with elsewhere, or later, at the block where the next part begins: parts
 //! are the same from whatever target they come, as both snapshots are fixed.
+//!
+//! A stream into a copy begins with [`Feed`], which names the transfer that the target was ordered to take. It
+//! is answered with [`Taken`], and so is each of the [`Slots`] that follow, in the order of their blocks, once what
+//! it holds is written. The last of them has the digest over all that the stream sent, and its answer says that
+//! everything is on stable media.
 //!
 //! Each block comes with the checksum under which it is stored, and [`Part::check`] holds it against that.
 //! Frames have the header and the limits of [`crate::frame`], and the socket is one of the host, for its owner
@@ -14,7 +19,7 @@ use std::io::{Read, Write};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_types::codec::{Reader, Writer};
-use quoin_types::ids::{SessionKey, SnapshotId, VolumeId};
+use quoin_types::ids::{PointId, SessionKey, SnapshotId, VolumeId};
 use quoin_types::message::ChangedRange;
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
 
@@ -58,6 +63,39 @@ pub struct Part {
     pub next: Option<u64>,
 }
 
+/// Begin of a stream into a copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Feed {
+    pub volume: VolumeId,
+    pub point: PointId,
+    /// `None`: everything is sent.
+    pub base: Option<PointId>,
+    /// That of the order.
+    pub token: u128,
+    /// Block at which the stream begins.
+    pub from: u64,
+}
+
+/// Content of the blocks from a place on, up to that of the next slots.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Slots {
+    /// Block at which they begin.
+    pub place: u64,
+    pub part: Part,
+    /// With the last ones: the digest over the sums of all slots of the stream.
+    pub end: Option<u64>,
+}
+
+/// State of a transfer into a copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Taken {
+    /// Blocks before this one were taken, and blocks before the other one are on stable media.
+    pub to: u64,
+    pub stable_to: u64,
+    /// The end came, and everything is on stable media.
+    pub is_fed: bool,
+}
+
 /// Reason that ends a stream.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Refused {
@@ -69,6 +107,14 @@ pub enum Refused {
     Damaged { lba: u64 },
     #[error("too many streams are open here")]
     Busy,
+    #[error("no transfer is ordered with this token")]
+    NotOrdered,
+    #[error("slots are missing, or come again")]
+    OutOfOrder,
+    #[error("the bytes of a slot, or the digest over all of them, are not those that were sent")]
+    Changed,
+    #[error("the volume does not take them: it has no quorum or no room, or is fenced")]
+    Failed,
 }
 
 /// Frame of a stream.
@@ -76,7 +122,20 @@ pub enum Refused {
 pub enum Message {
     Wanted(Wanted),
     Part(Part),
+    Feed(Feed),
+    Slots(Slots),
+    Taken(Taken),
     Refused(Refused),
+}
+
+impl Slots {
+    /// Sum over the places, the ranges and the checksums: with those, over everything.
+    pub fn sum(&self) -> u32 {
+        let mut head = BytesMut::with_capacity(64 + 4 * self.part.blocks.len());
+        head.put_u64_le(self.place);
+        put_part(&mut head, &self.part);
+        crc32c(&head)
+    }
 }
 
 impl Part {
@@ -119,6 +178,18 @@ fn put_optional(out: &mut BytesMut, id: Option<u128>) {
     out.put_u128_le(id.unwrap_or(0));
 }
 
+fn put_part(out: &mut BytesMut, part: &Part) {
+    out.put_count(part.ranges.len());
+    for range in &part.ranges {
+        out.put_u64_le(range.lba);
+        out.put_u64_le(range.blocks);
+        out.put_flag(range.hole);
+    }
+    out.put_count(part.blocks.len());
+    part.blocks.iter().for_each(|block| out.put_u32_le(block.crc));
+    put_optional(out, part.next.map(u128::from));
+}
+
 fn optional(head: &mut Reader) -> Result<Option<u128>, WireError> {
     let is_there = head.bool("history frame")?;
     let id = head.u128("history frame")?;
@@ -143,17 +214,30 @@ impl Message {
                 kind::HISTORY_WANTED
             }
             Message::Part(part) => {
-                out.put_count(part.ranges.len());
-                for range in &part.ranges {
-                    out.put_u64_le(range.lba);
-                    out.put_u64_le(range.blocks);
-                    out.put_flag(range.hole);
-                }
-                out.put_count(part.blocks.len());
-                part.blocks.iter().for_each(|block| out.put_u32_le(block.crc));
-                put_optional(out, part.next.map(u128::from));
+                put_part(out, part);
                 frame.data.extend(part.blocks.iter().map(|block| block.data.clone()));
                 kind::HISTORY_PART
+            }
+            Message::Feed(feed) => {
+                out.put_u128_le(feed.volume.0);
+                out.put_u128_le(feed.point.0);
+                put_optional(out, feed.base.map(|id| id.0));
+                out.put_u128_le(feed.token);
+                out.put_u64_le(feed.from);
+                kind::HISTORY_FEED
+            }
+            Message::Slots(slots) => {
+                out.put_u64_le(slots.place);
+                put_optional(out, slots.end.map(u128::from));
+                put_part(out, &slots.part);
+                frame.data.extend(slots.part.blocks.iter().map(|block| block.data.clone()));
+                kind::HISTORY_SLOTS
+            }
+            Message::Taken(taken) => {
+                out.put_u64_le(taken.to);
+                out.put_u64_le(taken.stable_to);
+                out.put_flag(taken.is_fed);
+                kind::HISTORY_TAKEN
             }
             Message::Refused(refused) => {
                 let (code, lba) = match refused {
@@ -161,6 +245,10 @@ impl Message {
                     Refused::NoSnapshot => (2, 0),
                     Refused::Damaged { lba } => (3, *lba),
                     Refused::Busy => (4, 0),
+                    Refused::NotOrdered => (5, 0),
+                    Refused::OutOfOrder => (6, 0),
+                    Refused::Changed => (7, 0),
+                    Refused::Failed => (8, 0),
                 };
                 out.put_u8(code);
                 out.put_u64_le(lba);
@@ -185,6 +273,30 @@ impl Message {
                 want_data: head.bool("history frame")?,
             }),
             kind::HISTORY_PART => Message::Part(part(&mut head, &mut data)?),
+            kind::HISTORY_FEED => Message::Feed(Feed {
+                volume: VolumeId(head.u128("history frame")?),
+                point: PointId(head.u128("history frame")?),
+                base: optional(&mut head)?.map(PointId),
+                token: head.u128("history frame")?,
+                from: head.u64("history frame")?,
+            }),
+            kind::HISTORY_SLOTS => {
+                let place = head.u64("history frame")?;
+                let end = optional(&mut head)?.map(u64::try_from).transpose();
+                let end = end.map_err(|_| WireError::Malformed("digest of a stream"))?;
+                let part = part(&mut head, &mut data)?;
+                let begins = part.ranges.first().is_none_or(|range| range.lba >= place);
+                let goes_on = part.next.is_none_or(|next| next > place);
+                if !begins || !goes_on || part.next.is_some() == end.is_some() {
+                    return Err(WireError::Malformed("slots"));
+                }
+                Message::Slots(Slots { place, part, end })
+            }
+            kind::HISTORY_TAKEN => Message::Taken(Taken {
+                to: head.u64("history frame")?,
+                stable_to: head.u64("history frame")?,
+                is_fed: head.bool("history frame")?,
+            }),
             kind::HISTORY_REFUSED => {
                 let (code, lba) = (head.u8("history frame")?, head.u64("history frame")?);
                 Message::Refused(match (code, lba) {
@@ -192,6 +304,10 @@ impl Message {
                     (2, 0) => Refused::NoSnapshot,
                     (3, lba) => Refused::Damaged { lba },
                     (4, 0) => Refused::Busy,
+                    (5, 0) => Refused::NotOrdered,
+                    (6, 0) => Refused::OutOfOrder,
+                    (7, 0) => Refused::Changed,
+                    (8, 0) => Refused::Failed,
                     _ => return Err(WireError::Malformed("history frame")),
                 })
             }
@@ -299,6 +415,14 @@ mod tests {
         }
     }
 
+    fn feed() -> Feed {
+        Feed { volume: VolumeId(7), point: PointId(8), base: Some(PointId(6)), token: 5, from: 3 }
+    }
+
+    fn slots() -> Slots {
+        Slots { place: 3, part: a_part(), end: None }
+    }
+
     fn written(message: &Message) -> Vec<u8> {
         let mut bytes = Vec::new();
         message.write(&mut bytes).unwrap();
@@ -308,14 +432,31 @@ mod tests {
     #[test]
     fn each_frame_is_read_as_it_was_written_and_the_end_of_a_stream_is_none() {
         let told = Part { blocks: Vec::new(), next: None, ..a_part() };
-        let refusals =
-            [Refused::NotServed, Refused::NoSnapshot, Refused::Damaged { lba: 5 }, Refused::Busy];
+        let refusals = [
+            Refused::NotServed,
+            Refused::NoSnapshot,
+            Refused::Damaged { lba: 5 },
+            Refused::Busy,
+            Refused::NotOrdered,
+            Refused::OutOfOrder,
+            Refused::Changed,
+            Refused::Failed,
+        ];
         let mut messages = vec![
             Message::Wanted(wanted()),
             Message::Wanted(Wanted { from: None, want_data: false, ..wanted() }),
             Message::Part(a_part()),
             Message::Part(told),
             Message::Part(Part::default()),
+            Message::Feed(feed()),
+            Message::Feed(Feed { base: None, ..feed() }),
+            Message::Slots(slots()),
+            Message::Slots(Slots {
+                part: Part { next: None, ..a_part() },
+                end: Some(7),
+                ..slots()
+            }),
+            Message::Taken(Taken { to: 9, stable_to: 4, is_fed: false }),
         ];
         messages.extend(refusals.map(Message::Refused));
         let bytes: Vec<u8> = messages.iter().flat_map(written).collect();
@@ -354,6 +495,28 @@ mod tests {
             let bytes = written(&Message::Part(wrong.clone()));
             assert!(Message::read(&mut &bytes[..]).is_err(), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn slots_that_go_back_or_have_no_end_are_refused_and_their_sum_is_over_everything() {
+        let last = Part { next: None, ..a_part() };
+        for wrong in [
+            Slots { place: 4, ..slots() },
+            Slots {
+                place: 21,
+                part: Part { ranges: vec![], blocks: vec![], next: Some(21) },
+                end: None,
+            },
+            Slots { end: Some(1), ..slots() },
+            Slots { part: last, ..slots() },
+        ] {
+            let bytes = written(&Message::Slots(wrong.clone()));
+            assert!(Message::read(&mut &bytes[..]).is_err(), "{wrong:?}");
+        }
+        let mut other = slots();
+        other.part.blocks[0] = block(9);
+        assert_ne!(other.sum(), slots().sum());
+        assert_ne!(Slots { place: 2, ..slots() }.sum(), slots().sum());
     }
 
     proptest! {
