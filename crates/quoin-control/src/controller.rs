@@ -15,13 +15,14 @@ use crate::settings::Settings;
 use crate::state::State;
 use crate::state::store::Store;
 use crate::status::Status;
-use crate::{disaster, membership, reconcile, snapshot, volume};
+use crate::{disaster, membership, mirror, reconcile, snapshot, volume};
 
 /// State of a cluster, and the parts that work on it.
 pub struct Controller {
     pub state: Arc<State>,
     pub volumes: volume::Parts,
     pub snapshots: snapshot::Parts,
+    pub mirror: mirror::Parts,
     pub membership: membership::Parts,
     pub removals: Removals,
     pub work: reconcile::Parts,
@@ -45,6 +46,8 @@ impl Controller {
         let volumes = volume::Parts::new(&state, &membership.terms);
         let work = reconcile::Parts::new(&state, &volumes.verifier);
         let disaster = disaster::Parts::new(&state, &membership, &work.lifecycle);
+        let snapshots = snapshot::Parts::new(&state);
+        let mirror = mirror::Parts::new(&state, &membership.peers, &volumes.catalog, &snapshots);
         Ok(Self {
             assignments: Assignments::new(
                 state.clone(),
@@ -53,8 +56,9 @@ impl Controller {
                 membership.terms.clone(),
                 disaster.salvage.clone(),
             ),
-            reports: Reports::new(state.clone(), &work, &volumes),
-            snapshots: snapshot::Parts::new(&state),
+            reports: Reports::new(state.clone(), &work, &volumes, mirror.driver.clone()),
+            snapshots,
+            mirror,
             status: Status::new(state.clone(), &work, &volumes, &membership),
             removals: membership.removals(&state, &work),
             disaster,

@@ -22,6 +22,7 @@ mod fields;
 mod files;
 mod membership;
 mod messages;
+mod mirror;
 mod reconcile;
 mod run;
 mod settings;

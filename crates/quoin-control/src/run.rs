@@ -372,6 +372,7 @@ async fn tend(controller: Arc<Controller>) {
     working.spawn(work(controller.snapshots.keeper.clone()));
     working.spawn(work(controller.snapshots.groups.clone()));
     working.spawn(work(controller.snapshots.schedules.clone()));
+    working.spawn(work(controller.mirror.driver.clone()));
     let certificates =
         every_tick("certificates", || controller.membership.members.tend_certificates());
     let events = every_tick("events", || controller.state.events().flush());

@@ -197,8 +197,10 @@ impl Brain {
         let is_idle = points.common.is_some_and(|common| self.is_at(common))
             && record.members.iter().all(|member| member.has_base)
             && !mutant::is("idle-by-the-bare-lsn");
-        let is_due =
-            now.wall_ms >= points.common_cut_ms.saturating_add(record.parameters.interval_s * 1000);
+        // 0: it is paused.
+        let interval_s = record.parameters.interval_s;
+        let due_ms = points.common_cut_ms.saturating_add(interval_s.saturating_mul(1000));
+        let is_due = interval_s != 0 && now.wall_ms >= due_ms;
         if points.offered.is_some() || is_idle || !is_due || !self.all(|_| true) {
             return None;
         }

@@ -26,6 +26,11 @@ pub fn fence(volume: &mut VolumeRecord, at_once: bool, term: Term) -> Result<(),
     Ok(())
 }
 
+/// The epoch was granted to a target that may change the content.
+pub fn note_writer(volume: &mut VolumeRecord) {
+    volume.grants.written = Some(volume.opened.epoch);
+}
+
 /// Advances to the next epoch of the term in which the controller rules, above `at_least`.
 ///
 /// # Errors

@@ -30,6 +30,7 @@ pub mod grants;
 pub mod lending;
 pub mod lifecycle;
 pub mod liveness;
+pub mod mirrored;
 pub mod recovery;
 pub mod replay;
 pub mod replicas;

@@ -19,6 +19,10 @@ pub struct Grants {
     /// Replicas that are open do not get time to close either.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fenced_at_once: bool,
+    /// The last epoch by whose grant the content may have been changed; 0: there was none. `None`: it is not
+    /// known, as in records that were recovered.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub written: Option<u64>,
 }
 
 impl VolumeRecord {

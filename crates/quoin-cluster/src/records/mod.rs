@@ -13,6 +13,7 @@ mod grants;
 mod group;
 mod member;
 mod membership;
+mod mirror;
 mod node;
 mod peer;
 mod pool;
@@ -44,6 +45,9 @@ pub use grants::Grants;
 pub use group::{GroupIndex, GroupMember, GroupPhase, GroupRecord};
 pub use member::{MemberOfCluster, TokenRecord};
 pub use membership::{MemberRecord, MembershipRecord};
+pub use mirror::{
+    MirrorIndex, MirrorRecord, MirrorSettings, VolumeGroupIndex, VolumeGroupRecord, VolumeMirror,
+};
 pub use node::NodeRecord;
 pub use peer::{Introduction, MirrorAddressRecord, PeerRecord};
 pub use pool::{CordonRecord, PoolRecord};

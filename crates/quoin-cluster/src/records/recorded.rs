@@ -113,6 +113,7 @@ pub fn volume() -> VolumeRecord {
         source: None,
         grants: Grants { epochs_skipped: 3, ..Grants::default() },
         used: Default::default(),
+        mirror: None,
     }
 }
 
@@ -344,6 +345,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         failure: "in words".into(),
         used_by: vec![Text(VolumeId(0xf02))],
         made_for: String::new(),
+        point: None,
     };
     hold("snapshot-wished", &snapshot);
     let (lsn, epoch, chain) = (9, 3, 0xc4a1);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use quoin_types::ids::{GroupId, SnapshotId};
+use quoin_types::ids::{GroupId, PointId, SnapshotId};
 use quoin_types::{Lsn, VolumeId};
 use serde::{Deserialize, Serialize};
 
@@ -80,6 +80,9 @@ pub struct SnapshotRecord {
     /// Name of the volume that is made from it; empty: it is a user's. Others are in no list.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub made_for: String,
+    /// The point of a mirror that it is, which is in no list. `None`: it is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub point: Option<Text<PointId>>,
 }
 
 impl SnapshotRecord {
@@ -87,6 +90,7 @@ impl SnapshotRecord {
     pub fn is_listed(&self) -> bool {
         matches!(self.phase, SnapshotPhase::Wished | SnapshotPhase::Ready)
             && self.made_for.is_empty()
+            && self.point.is_none()
     }
 
     /// Its content must stay.
@@ -299,6 +303,7 @@ pub mod tests {
             failure: String::new(),
             used_by: Vec::new(),
             made_for: String::new(),
+            point: None,
         }
     }
 

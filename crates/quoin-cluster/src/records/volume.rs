@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::records::{
     AttachmentRecord, Concerned, Discarded, Grants, MembershipRecord, Nodes, Record, ReplicaPhase,
-    ReplicaRecord, Spec, Text, Use, VolumeIndex, encode,
+    ReplicaRecord, Spec, Text, Use, VolumeIndex, VolumeMirror, encode,
 };
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -56,6 +56,9 @@ pub struct VolumeRecord {
     pub grants: Grants,
     #[serde(flatten)]
     pub used: Use,
+    /// `None`: it is not mirrored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<VolumeMirror>,
 }
 
 /// The node that may open a volume, and its last open.
@@ -201,8 +204,10 @@ impl VolumeRecord {
             may_have_lost_ms: 0,
             generation: 0,
             source: None,
-            grants: Grants::default(),
+            // It was never written.
+            grants: Grants { written: Some(0), ..Grants::default() },
             used: Use::default(),
+            mirror: None,
         }
     }
 

@@ -68,6 +68,7 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         source: None,
         grants: Grants::default(),
         used: Default::default(),
+        mirror: None,
     }
 }
 

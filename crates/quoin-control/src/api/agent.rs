@@ -167,6 +167,7 @@ impl Agent for Services {
         let stream = async_stream::stream! {
             let _place = place;
             let mut told = None;
+            let mut news = services.controller.mirror.driver.news();
             loop {
                 if let Err(error) = services.still(&caller) {
                     yield Err(error.into());
@@ -174,15 +175,22 @@ impl Agent for Services {
                 }
                 let controller = &services.controller;
                 let mut message = controller.membership.peers.assignment(&mirror);
+                controller.mirror.driver.assign(&mirror, &mut message);
                 message.term = controller.membership.terms.proof().to_vec();
                 message.does_not_rule = !controller.membership.terms.claims();
                 if told.as_ref() != Some(&message) {
                     told = Some(message.clone());
                     yield Ok(message);
                 }
+                // What was said is not said again.
+                if let Some(told) = &mut told {
+                    told.messages.clear();
+                }
                 tokio::select! {
                     // Mirrors begin and end to run without a change of a record.
                     () = tokio::time::sleep(MIRRORS_LOOK_EVERY) => {}
+                    // The sender lives in the controller, which is held here.
+                    _ = news.changed() => {}
                     _ = shutdown.wait_for(|down| *down) => break,
                 }
             }
@@ -195,7 +203,13 @@ impl Agent for Services {
         request: Request<MirrorReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Mirror, &request.get_ref().mirror)?;
-        self.controller.membership.peers.report(request.into_inner()).await?;
+        let mut report = request.into_inner();
+        let messages = std::mem::take(&mut report.messages);
+        let sent = std::mem::take(&mut report.sent);
+        let taken = self.controller.membership.peers.report(report).await;
+        // A report that says a thing that is not taken has the words of peers all the same.
+        self.controller.mirror.driver.reported(messages, sent).await;
+        taken?;
         Ok(Response::new(ReportAnswer::default()))
     }
 

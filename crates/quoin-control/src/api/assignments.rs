@@ -197,6 +197,10 @@ impl Assignments {
             used_since_epoch: volume.used.since_of(node),
             options_version: self.state.term().version_of(volume.generation),
             client: attachment.map_or(0, client_of),
+            feed: self.state.mirrored.feed(volume.id.0).filter(|_| {
+                // A client may change what it shows.
+                is_owner && volume.attachments.is_empty()
+            }),
         })
     }
 

@@ -869,6 +869,102 @@ impl Cluster for Services {
         Ok(Response::new(RemoveMirrorResponse {}))
     }
 
+    async fn create_volume_group(
+        &self,
+        request: Request<CreateVolumeGroupRequest>,
+    ) -> Result<Response<VolumeGroup>, Status> {
+        self.manage(&request)?;
+        let CreateVolumeGroupRequest { name, volumes } = request.get_ref();
+        let groups = &self.controller.mirror.groups;
+        let group = groups.create(name, volumes).await?;
+        Ok(Response::new(groups.view(&group)))
+    }
+
+    async fn get_volume_group(
+        &self,
+        request: Request<GetVolumeGroupRequest>,
+    ) -> Result<Response<VolumeGroup>, Status> {
+        self.look(&request)?;
+        let groups = &self.controller.mirror.groups;
+        let group = groups.get(request.get_ref().group.as_ref())?;
+        Ok(Response::new(groups.view(&group)))
+    }
+
+    async fn list_volume_groups(
+        &self,
+        request: Request<ListVolumeGroupsRequest>,
+    ) -> Result<Response<ListVolumeGroupsResponse>, Status> {
+        self.look(&request)?;
+        let groups = &self.controller.mirror.groups;
+        let groups = groups.list()?.iter().map(|group| groups.view(group)).collect();
+        Ok(Response::new(ListVolumeGroupsResponse { groups }))
+    }
+
+    async fn modify_volume_group(
+        &self,
+        request: Request<ModifyVolumeGroupRequest>,
+    ) -> Result<Response<VolumeGroup>, Status> {
+        self.manage(&request)?;
+        let ModifyVolumeGroupRequest { group, volumes } = request.get_ref();
+        let groups = &self.controller.mirror.groups;
+        let group = groups.modify(group.as_ref(), volumes).await?;
+        self.controller.mirror.driver.look_at(group.id.0);
+        Ok(Response::new(groups.view(&group)))
+    }
+
+    async fn delete_volume_group(
+        &self,
+        request: Request<DeleteVolumeGroupRequest>,
+    ) -> Result<Response<DeleteVolumeGroupResponse>, Status> {
+        self.manage(&request)?;
+        self.controller.mirror.groups.delete(request.get_ref().group.as_ref()).await?;
+        Ok(Response::new(DeleteVolumeGroupResponse {}))
+    }
+
+    async fn enable_mirror(
+        &self,
+        request: Request<EnableMirrorRequest>,
+    ) -> Result<Response<Mirror>, Status> {
+        self.manage(&request)?;
+        let driver = &self.controller.mirror.driver;
+        let record = driver.enable(request.get_ref()).await?;
+        Ok(Response::new(driver.view(&record).await?))
+    }
+
+    async fn get_mirror(
+        &self,
+        request: Request<GetMirrorRequest>,
+    ) -> Result<Response<Mirror>, Status> {
+        self.look(&request)?;
+        let driver = &self.controller.mirror.driver;
+        let record = driver.get(request.get_ref().of.as_ref())?;
+        Ok(Response::new(driver.view(&record).await?))
+    }
+
+    async fn list_mirrors(
+        &self,
+        request: Request<ListMirrorsRequest>,
+    ) -> Result<Response<ListMirrorsResponse>, Status> {
+        self.look(&request)?;
+        let driver = &self.controller.mirror.driver;
+        let mut mirrors = Vec::new();
+        for record in driver.list()? {
+            mirrors.push(driver.view(&record).await?);
+        }
+        Ok(Response::new(ListMirrorsResponse { mirrors }))
+    }
+
+    async fn call_mirror(
+        &self,
+        request: Request<CallMirrorRequest>,
+    ) -> Result<Response<CallMirrorResponse>, Status> {
+        self.manage(&request)?;
+        let driver = &self.controller.mirror.driver;
+        let (record, ready) = driver.change(request.get_ref()).await?;
+        let mirror = Some(driver.view(&record).await?);
+        Ok(Response::new(CallMirrorResponse { mirror, ready }))
+    }
+
     async fn rotate_authority(
         &self,
         request: Request<RotateAuthorityRequest>,

@@ -14,16 +14,18 @@ use quoin_types::{Epoch, Lsn, Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::fields::{id, is_address, sentence, short};
+use crate::mirror::driver::Mirrors;
 use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::{
-    DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
+    ContentSeen, DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
 };
 use crate::state::{State, about};
 use crate::status::health::Conditions;
 use crate::text::plain;
+use crate::time::now_ms;
 use crate::volume::devices::{self, Devices};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
@@ -81,13 +83,19 @@ pub struct Reports {
     absence: Arc<Absence>,
     devices: Arc<Devices>,
     epochs: Arc<Epochs>,
+    mirrors: Arc<Mirrors>,
     fences: Fences,
     /// Replicas that are in no record, announced once.
     unexpected: Mutex<HashSet<ReplicaGuid>>,
 }
 
 impl Reports {
-    pub(crate) fn new(state: Arc<State>, work: &reconcile::Parts, volumes: &volume::Parts) -> Self {
+    pub(crate) fn new(
+        state: Arc<State>,
+        work: &reconcile::Parts,
+        volumes: &volume::Parts,
+        mirrors: Arc<Mirrors>,
+    ) -> Self {
         Self {
             lifecycle: work.lifecycle.clone(),
             conditions: work.conditions.clone(),
@@ -96,6 +104,7 @@ impl Reports {
             absence: work.absence.clone(),
             devices: volumes.devices.clone(),
             epochs: volumes.epochs.clone(),
+            mirrors,
             fences: Fences::new(state.clone()),
             unexpected: Mutex::default(),
             state,
@@ -532,6 +541,12 @@ impl Reports {
             },
             options_version: report.options_version,
             waiting_kind: report.waiting_kind.clone(),
+            content: ContentSeen {
+                lsn: report.content_lsn,
+                after_ms: 0,
+                told_ms: now_ms(),
+                feed: report.feed.clone(),
+            },
         };
         let confirms = (report.epoch, report.membership_version)
             == (record.opened.epoch, record.membership.version)
@@ -550,6 +565,10 @@ impl Reports {
             if seen.is_whole() {
                 observed.openings.remove(&volume);
             }
+            let mut seen = seen.clone();
+            let before = observed.volumes.get(&volume);
+            let before = before.filter(|before| before.epoch == seen.epoch);
+            seen.content.after_ms = before.map_or(0, |before| before.content.told_ms);
             let before = observed.volumes.insert(volume, seen.clone());
             is_news = before.is_none_or(|before| seen.differs(&before));
             if confirms {
@@ -561,6 +580,9 @@ impl Reports {
         crate::reconcile::reach::pools_are_served(&self.state, connected(&record, report));
         if is_news {
             self.state.look_at(std::slice::from_ref(&record));
+        }
+        if let Some(mirror) = &record.mirror {
+            self.mirrors.look_at(mirror.group.0);
         }
         self.lifecycle.announce_health(&record);
         if let Some(verification) = &report.verification {
@@ -790,6 +812,7 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         bad_blocks: report.bad_blocks,
         repaired: report.repaired,
         is_clone: report.is_clone,
+        record_generation: report.record_generation,
         hearing: match report.hearing() {
             replica_report::Hearing::Unknown => Hearing::Unknown,
             replica_report::Hearing::Hears => Hearing::Hears,

@@ -20,7 +20,7 @@ pub struct Parts {
     pub admission: Arc<admission::Admission>,
     pub clocks: Arc<clocks::Clocks>,
     pub members: Arc<members::Members>,
-    pub peers: peers::Peers,
+    pub peers: Arc<peers::Peers>,
 }
 
 impl Parts {
@@ -30,7 +30,7 @@ impl Parts {
         let (terms, members) = (Arc::new(term::Terms::new(state.clone())), Arc::new(members));
         let clocks = Arc::new(clocks::Clocks::new(state.clone()));
         let peers = peers::Peers::new(state.clone(), members.clone(), admission.clone());
-        Self { terms, admission, clocks, members, peers }
+        Self { terms, admission, clocks, members, peers: Arc::new(peers) }
     }
 
     /// Removals, which also end the work on what is removed.

@@ -38,6 +38,8 @@ const SILENT_AFTER: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug)]
 struct MirrorSeen {
     last: Instant,
+    /// Node whose target runs on its host.
+    node: String,
     peers: BTreeMap<String, PeerSeen>,
 }
 
@@ -231,6 +233,40 @@ impl Peers {
         Ok(self.shown(&record))
     }
 
+    /// The peer of this name or id; empty: the only one.
+    pub(crate) fn the(&self, peer: &str) -> Result<Arc<PeerRecord>, Error> {
+        if !peer.is_empty() {
+            return self.find(peer);
+        }
+        let mut all = self.state.joined.peers.list();
+        match (all.pop(), all.is_empty()) {
+            (Some(only), true) => Ok(only),
+            (None, _) => Err(Error::Precondition(
+                "this cluster has no peer: `quoin mirror invite` and `quoin mirror pair` make one"
+                    .to_owned(),
+            )),
+            (Some(_), false) => {
+                Err(Error::invalid("peer", "there are several: name the one that is meant"))
+            }
+        }
+    }
+
+    /// When any mirror of this cluster heard a peer last.
+    pub(crate) fn heard_at(&self, cluster: &str) -> Option<Instant> {
+        self.heard().get(cluster).copied()
+    }
+
+    /// Node whose target runs beside a mirror.
+    pub(crate) fn node_of(&self, mirror: &str) -> Option<String> {
+        self.mirrors().get(mirror).map(|seen| seen.node.clone())
+    }
+
+    /// Returns true if a mirror runs beside this node's target.
+    pub(crate) fn has_mirror(&self, node: &str) -> bool {
+        let is_it = |seen: &MirrorSeen| seen.node == node && seen.last.elapsed() < RUNS_WITHIN;
+        self.mirrors().values().any(is_it)
+    }
+
     fn find(&self, peer: &str) -> Result<Arc<PeerRecord>, Error> {
         let mut all = self.state.joined.peers.list().into_iter();
         let is_it = |record: &Arc<PeerRecord>| {
@@ -285,11 +321,12 @@ impl Peers {
             own: Some(self.own()),
             peers: self.state.joined.peers.list().iter().map(peer).collect(),
             leads: self.leader().as_deref() == Some(mirror),
+            ..api::MirrorAssignment::default()
         }
     }
 
     /// The mirror that links to the peers.
-    fn leader(&self) -> Option<String> {
+    pub(crate) fn leader(&self) -> Option<String> {
         peers::leader(self.running().iter().map(String::as_str)).map(str::to_owned)
     }
 
@@ -348,7 +385,7 @@ impl Peers {
         match report.leaving {
             true => drop(self.mirrors().remove(&report.mirror)),
             false => {
-                let seen = MirrorSeen { last: now, peers: seen };
+                let seen = MirrorSeen { last: now, node: report.node, peers: seen };
                 self.mirrors().insert(report.mirror, seen);
             }
         }

@@ -256,7 +256,9 @@ impl Tender {
         };
         let reads = self.state.snapshots.pulls.reads(volume.id.0, now);
         let pulls = || reads.then(|| "its snapshots are read".to_owned());
-        self.verifier.work(volume).or_else(snapshots).or_else(reverts).or_else(pulls)
+        let mirror = || crate::mirror::rules::work(&self.state, volume);
+        let asked = self.verifier.work(volume).or_else(snapshots).or_else(reverts);
+        asked.or_else(pulls).or_else(mirror)
     }
 
     /// Returns true if the node that the volume was lent to does not open it.

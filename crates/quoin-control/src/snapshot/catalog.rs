@@ -111,6 +111,7 @@ impl Snapshots {
     /// The volume of a new snapshot.
     fn ready_volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
         let volume = self.state.volume(reference)?;
+        crate::mirror::rules::check_change(&self.state, &volume)?;
         match volume.phase {
             VolumePhase::Ready => Ok(volume),
             VolumePhase::Pending => {
@@ -400,6 +401,7 @@ fn wished(volume: &VolumeRecord, name: String, schedule: &str) -> SnapshotRecord
         failure: String::new(),
         used_by: Vec::new(),
         made_for: String::new(),
+        point: None,
     }
 }
 

@@ -40,6 +40,7 @@ pub struct Parts {
     pub history: history::History,
     pub commands: commands::Commands,
     pub keeper: Arc<keeper::SnapshotKeeper>,
+    pub(crate) points: Arc<points::Points>,
 }
 
 impl Parts {
@@ -51,10 +52,11 @@ impl Parts {
             schedules: Arc::new(schedules::Schedules::new(state.clone(), catalog.clone())),
             reverts: reverts::Reverts::new(state.clone(), catalog.clone()),
             history: history::History::new(state.clone(), catalog.clone()),
-            commands: commands::Commands::new(state.clone(), groups.clone(), points),
+            commands: commands::Commands::new(state.clone(), groups.clone(), points.clone()),
             keeper: Arc::new(keeper::SnapshotKeeper::new(state.clone(), groups.clone())),
             groups,
             catalog,
+            points,
         }
     }
 }

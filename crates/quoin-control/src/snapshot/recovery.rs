@@ -146,6 +146,7 @@ async fn adopt(
         failure: String::new(),
         used_by: Vec::new(),
         made_for: String::new(),
+        point: None,
     };
     if let Ok(record) = state.snapshots.records.create(record).await? {
         let message = format!(

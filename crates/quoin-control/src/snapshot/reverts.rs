@@ -293,6 +293,17 @@ pub(super) async fn show_newest(state: &State, id: VolumeId) -> Result<(), Error
     }
 }
 
+/// Records a Revert that a mirror orders, and has its target told.
+///
+/// # Errors
+/// Another one is under way, or the volume is attached.
+pub(crate) async fn wish_by_mirror(state: &State, wished: RevertRecord) -> Result<(), Error> {
+    let volume = wished.volume.0;
+    wish(state, wished).await?;
+    state.tell_target(volume);
+    Ok(())
+}
+
 /// The Revert of a volume that an outcome names.
 fn named(state: &State, volume: VolumeId, attempt: &str) -> Option<Arc<RevertRecord>> {
     let found = state.snapshots.reverts.get(&volume.to_string());

@@ -3,6 +3,7 @@
 
 pub mod changes;
 pub mod events;
+pub(crate) mod mirrored;
 pub(crate) mod observed;
 pub(crate) mod own_term;
 pub(crate) mod pulls;
@@ -32,6 +33,7 @@ use crate::Error;
 use crate::settings::Settings;
 use crate::state::changes::{Changes, Concern, Follower};
 use crate::state::events::{Events, Object, Severity};
+use crate::state::mirrored::Mirrored;
 use crate::state::observed::Observed;
 use crate::state::own_term::OwnTerm;
 use crate::state::snapshot_tables::SnapshotTables;
@@ -52,6 +54,7 @@ pub struct State {
     pub(crate) cordons: Table<CordonRecord>,
     pub(crate) verifications: Table<VerifyRecord>,
     pub(crate) snapshots: SnapshotTables,
+    pub(crate) mirrored: Mirrored,
     pub(crate) term: OwnTerm,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
@@ -129,6 +132,7 @@ impl State {
             cordons: Table::load(store.clone(), changes.clone()).await?,
             verifications: Table::load(store.clone(), changes.clone()).await?,
             snapshots: SnapshotTables::load(store, &changes).await?,
+            mirrored: Mirrored::load(store, &changes).await?,
             term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
             observed: Mutex::new(Observed::new()),
@@ -160,6 +164,7 @@ impl State {
         self.cordons.read_unanswered().await?;
         self.verifications.read_unanswered().await?;
         self.snapshots.read_unanswered().await?;
+        self.mirrored.read_unanswered().await?;
         self.term.read_unanswered().await
     }
 
@@ -207,7 +212,8 @@ impl State {
     /// Returns true if the target of a volume has to change its content.
     pub(crate) fn is_written(&self, volume: &VolumeRecord) -> bool {
         let revert = self.snapshots.reverts.get(&volume.id.0.to_string());
-        is_written(volume, revert.is_some_and(|revert| revert.is_open()))
+        let goes_back = revert.is_some_and(|revert| revert.is_open());
+        is_written(volume, goes_back || self.mirrored.is_fed(volume))
     }
 
     /// Has each volume whose users wait for its target put into a queue.

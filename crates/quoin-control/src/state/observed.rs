@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::{GoesBy, Scrub};
+use quoin_api::control::{FeedProgress, GoesBy, Scrub};
 use quoin_cluster::ownership::devices::DeviceSeen;
 pub use quoin_cluster::ownership::lifecycle::ReplicaState;
 use quoin_cluster::ownership::liveness::Hearing;
@@ -29,6 +29,8 @@ pub struct ReplicaSeen {
     pub hearing: Hearing,
     /// It shares blocks with the source that it was made from.
     pub is_clone: bool,
+    /// Generation of the volume's record that the pool keeps; 0: none.
+    pub record_generation: u64,
 }
 
 impl ReplicaSeen {
@@ -162,6 +164,20 @@ pub struct VolumeSeen {
     pub options_version: u64,
     /// Kind of the wait, in the words of [`quoin_api::control::VolumeReport`].
     pub waiting_kind: String,
+    pub content: ContentSeen,
+}
+
+/// A target's report of a volume's content, for its mirror.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct ContentSeen {
+    /// No entry behind this LSN changed the content; 0: not known.
+    pub lsn: u64,
+    /// Wall clock, in ms, when its last report but this one had come: it was written after that.
+    pub after_ms: u64,
+    /// Wall clock when this report came.
+    pub told_ms: u64,
+    /// The transfer that it takes, as it was ordered, and how far it is.
+    pub feed: Option<FeedProgress>,
 }
 
 /// The block device that its node made of it, where one was asked for.

@@ -42,6 +42,7 @@ impl Attachments {
                 known.volumes_max
             )));
         }
+        crate::mirror::rules::check_publish(&self.state, &volume)?;
         let _excluding = self.state.snapshots.reverting.read().await;
         crate::snapshot::reverts::check_none_under_way(&self.state, &volume)?;
         let term = self.state.term();
@@ -51,6 +52,7 @@ impl Attachments {
             None => (None, String::new()),
         };
         let change = |volume: &mut VolumeRecord| {
+            crate::mirror::rules::check_publish(&self.state, volume)?;
             let is_taken = match &lost {
                 Some(lost) => attachment::take_over(volume, &lost.node, term)?,
                 None => false,

@@ -135,6 +135,10 @@ impl Clones {
         reference: &VolumeRef,
         within: Duration,
     ) -> Result<Arc<SnapshotRecord>, Error> {
+        let volume = self.state.volume(Some(reference))?;
+        if let Some(point) = crate::mirror::rules::shown_point(&self.state, &volume)? {
+            return Ok(point);
+        }
         let snapshot = self.snapshots.create_for(Some(reference), name).await?;
         self.snapshots.cut(snapshot, within).await
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use quoin_cluster::ownership::epochs::{self, Acquire, MembershipSwap};
+use quoin_cluster::ownership::grants;
 use quoin_cluster::records::VolumeRecord;
 use quoin_identity::Grant;
 use quoin_types::{Epoch, Incarnation, Membership, VolumeId};
@@ -46,7 +47,13 @@ impl Epochs {
     ) -> Result<Result<Granted, String>, Error> {
         let (term, node) = (self.state.term(), node.to_owned());
         let asked = Acquire { node, incarnation, at_least };
-        let change = |volume: &mut VolumeRecord| Ok(epochs::acquire(volume, &asked, term)?);
+        let change = |volume: &mut VolumeRecord| {
+            let acquired = epochs::acquire(volume, &asked, term)?;
+            if acquired.is_ok() && self.state.is_written(volume) {
+                grants::note_writer(volume);
+            }
+            Ok(acquired)
+        };
         let (record, outcome) = match self.state.update_volume(volume, change).await {
             Err(Error::NotFound { .. }) => return Ok(Err("the volume does not exist".to_owned())),
             other => other?,
@@ -69,7 +76,9 @@ impl Epochs {
             epoch: record.epoch(),
             incarnation: record.opened.incarnation.0,
             node: node.to_owned(),
-            writes: self.state.is_written(record),
+            // What was granted to read is not signed anew to write.
+            writes: self.state.is_written(record)
+                && record.grants.written.is_none_or(|written| written == record.opened.epoch),
             term: self.state.term(),
         }
     }

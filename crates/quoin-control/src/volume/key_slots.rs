@@ -33,6 +33,7 @@ impl KeySlots {
             return Err(Error::invalid("resourceVersion", rule));
         }
         let volume = self.state.volume(asked.volume.as_ref())?;
+        crate::mirror::rules::check_change(&self.state, &volume)?;
         let name = volume.spec.name.clone();
         let found = self.state.volumes.versioned(&volume.id.0.to_string());
         let (revision, volume) = found.ok_or_else(|| Error::missing("volume", &name))?;

@@ -10,6 +10,7 @@ use quoin_cluster::records::{
 };
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
+use crate::mirror::rules;
 use crate::state::events::Severity;
 use crate::state::{State, about, random_id};
 use crate::time::now_ms;
@@ -124,6 +125,39 @@ impl Catalog {
         named: &[String],
         source: Option<&Prepared>,
     ) -> Result<Arc<VolumeRecord>, Error> {
+        let limits = (required_bytes, limit_bytes);
+        self.create_as(VolumeId(random_id()), asked, limits, named, source, |_| {}).await
+    }
+
+    /// Creates the copy of a volume of another cluster under its id. Where its name is taken, it gets the
+    /// beginning of the id too. `made` completes its record.
+    pub(crate) async fn create_copy(
+        &self,
+        id: VolumeId,
+        mut asked: VolumeSpec,
+        made: impl Fn(&mut VolumeRecord) + Send + Sync,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        if self.state.names.get(&asked.name).is_some() {
+            let id = id.to_string();
+            let room = spec::NAME_BYTES_MAX.saturating_sub(9);
+            while asked.name.len() > room {
+                asked.name.pop();
+            }
+            asked.name = format!("{}-{}", asked.name, &id[..8]);
+        }
+        let size_bytes = asked.size_bytes;
+        self.create_as(id, &asked, (size_bytes, 0), &[], None, made).await
+    }
+
+    async fn create_as(
+        &self,
+        id: VolumeId,
+        asked: &VolumeSpec,
+        (required_bytes, limit_bytes): (u64, u64),
+        named: &[String],
+        source: Option<&Prepared>,
+        made: impl Fn(&mut VolumeRecord) + Send + Sync,
+    ) -> Result<Arc<VolumeRecord>, Error> {
         self.state.check_ruling()?;
         let mut spec = spec::complete(asked, self.state.settings.defaults)?;
         let wanted = Requirement::of(asked, spec.options.local)?;
@@ -175,7 +209,6 @@ impl Catalog {
             Some(_) => Some(self.state.snapshots.changing.lock().await),
             None => None,
         };
-        let id = VolumeId(random_id());
         if let Some(source) = source {
             source.begin_use(&self.state, Text(id)).await?;
         }
@@ -205,6 +238,7 @@ impl Catalog {
         volume.replicas.iter_mut().for_each(|replica| {
             replica.placed = named.contains(&replica.pool) || placed.kept.contains(&replica.pool);
         });
+        made(&mut volume);
         match self.state.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
@@ -282,6 +316,9 @@ impl Catalog {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
+        if rules::keeps_all(&self.state, &volume)? {
+            return Ok(());
+        }
         // Until the volume's phase is recorded no snapshot of it is begun, and the last one not deleted.
         let changing = self.state.snapshots.changing.lock().await;
         let is_retained = self.state.snapshots.keeps(volume.id.0);
@@ -334,6 +371,7 @@ impl Catalog {
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
         let volume = self.state.volume(reference)?;
+        rules::check_change(&self.state, &volume)?;
         let size = spec::size(size_bytes, limit_bytes)?;
         if limit_bytes != 0 && limit_bytes < volume.size_bytes {
             return Err(Error::OutOfRange(format!(

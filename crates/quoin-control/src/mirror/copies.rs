@@ -1,0 +1,282 @@
+//! Copies: the volumes that a peer's group has on this side, made as the peer's controller tells of them.
+//!
+//! A primary introduces its members and its group again and again until the peer says that it recorded them.
+//! A copy has the id of its source, and its name as far as that is free.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_api::control::{GroupIntroduction, VolumeIntroduction, VolumeSpec, peer_word};
+use quoin_cluster::mirror::record::Parameters;
+use quoin_cluster::mirror::{Keepsake, Record as Brain, Role};
+use quoin_cluster::ownership::mirrored;
+use quoin_cluster::records::{
+    MirrorRecord, MirrorSettings, PeerRecord, Record, Text, VolumeGroupRecord, VolumePhase,
+    VolumeRecord,
+};
+use quoin_encryption::Encryption;
+use quoin_types::VolumeId;
+use quoin_types::ids::GroupId;
+use tokio::time::Instant;
+
+use super::driver::{Live, Mirrors};
+use crate::Error;
+use crate::state::events::{Object, Severity};
+use crate::time::now_ms;
+
+/// Between two introductions of copies that are not there yet, and of those that are: key slots travel.
+const AGAIN: Duration = Duration::from_secs(1);
+const NOW_AND_THEN: Duration = Duration::from_secs(30);
+/// Most copies that one peer may make here, and their sizes together.
+const COPIES_MAX: usize = 10_000;
+const COPIES_BYTES_MAX: u64 = 1 << 52;
+
+impl Mirrors {
+    /// Tells the peer of the group and its members, until it has them.
+    pub(super) fn introduce(&self, live: &mut Live, record: &MirrorRecord) {
+        let brain = record.brain();
+        let known = |volume: VolumeId| {
+            let word = live.brain.heard();
+            word.is_some_and(|word| word.members.iter().any(|member| member.volume == volume))
+        };
+        let is_known = brain.is_paired && brain.members.iter().all(|member| known(member.volume));
+        let pause = if is_known { NOW_AND_THEN } else { AGAIN };
+        if live.introduced.is_some_and(|at| at.elapsed() < pause) {
+            return;
+        }
+        live.introduced = Some(Instant::now());
+        if is_known {
+            live.refused.clear();
+        }
+        let (peer, group) = (brain.peer.to_string(), record.id.0);
+        for member in &brain.members {
+            let Some(volume) = self.state.volumes.get(&member.volume.to_string()) else { continue };
+            let introduction = VolumeIntroduction {
+                volume_id: member.volume.to_string(),
+                // Places are of this cluster alone.
+                spec: Some(VolumeSpec {
+                    accessible_topology: Vec::new(),
+                    ..VolumeSpec::from(&volume.spec)
+                }),
+                size_bytes: volume.size_bytes,
+                record: brain.encode(),
+            };
+            self.say(peer.clone(), group, peer_word::What::Volume(introduction));
+        }
+        let introduction = GroupIntroduction {
+            name: record.group_name.clone(),
+            is_volume: record.is_volume,
+            record: brain.encode(),
+            interval_s: record.settings.interval_s,
+            may_take_over: record.settings.may_take_over,
+            compresses: record.settings.compresses,
+            bandwidth_limit: record.settings.bandwidth_limit,
+        };
+        self.say(peer, group, peer_word::What::Group(introduction));
+    }
+
+    fn refuse(&self, peer: &PeerRecord, group: GroupId, why: &str) {
+        tracing::info!(peer = peer.name, %group, why, "a copy is refused");
+        let why = why.chars().take(400).collect();
+        self.say(peer.cluster.clone(), group, peer_word::What::Refused(why));
+    }
+
+    /// A peer tells of a volume that this side is to have a copy of.
+    pub(super) async fn copy_volume(
+        &self,
+        peer: &Arc<PeerRecord>,
+        group: GroupId,
+        said: VolumeIntroduction,
+    ) {
+        match self.make_copy(peer, group, said).await {
+            Ok(()) => {}
+            // It is told again.
+            Err(Error::Busy(why)) => tracing::debug!(why, "a copy is not made yet"),
+            Err(error) => self.refuse(peer, group, &error.to_string()),
+        }
+    }
+
+    async fn make_copy(
+        &self,
+        peer: &PeerRecord,
+        group: GroupId,
+        said: VolumeIntroduction,
+    ) -> Result<(), Error> {
+        self.state.check_ruling()?;
+        self.state.check_term()?;
+        let id: VolumeId = crate::fields::id("volume_id", &said.volume_id)?;
+        let theirs = of_peer(peer, group, &said.record)?;
+        let spec = said.spec.unwrap_or_default();
+        if let Some(found) = self.state.volumes.get(&id.to_string()) {
+            let is_of_group = found.mirror.as_ref().is_some_and(|m| m.group.0 == group);
+            return match is_of_group {
+                true => self.take_slots(&found, &spec).await,
+                false => Err(Error::Precondition(format!(
+                    "volume {:?} there has the id {id} already: delete it, or the orphan that it is",
+                    found.spec.name
+                ))),
+            };
+        }
+        let copies = self.state.volumes.list();
+        let copies: Vec<_> = copies.iter().filter(|volume| volume.mirror.is_some()).collect();
+        let bytes: u64 = copies.iter().map(|volume| volume.size_bytes).sum();
+        if copies.len() >= COPIES_MAX || bytes.saturating_add(said.size_bytes) > COPIES_BYTES_MAX {
+            return Err(Error::Exhausted("the quota of a peer's copies is used up".to_owned()));
+        }
+        let keepsake = Keepsake { is_primary: false, begun: theirs.chain.top() };
+        let made = |volume: &mut VolumeRecord| mirrored::keep(volume, group, keepsake);
+        let spec = VolumeSpec { size_bytes: said.size_bytes, ..spec };
+        let volume = self.catalog.create_copy(id, spec, made).await?;
+        let message = format!("a copy of what {} has", peer.name);
+        let about = crate::state::about(&volume);
+        self.state.events.record(Severity::Normal, about, "CopyMade", message);
+        Ok(())
+    }
+
+    /// The key slots of a copy are those of its source: a rotation there counts here.
+    async fn take_slots(&self, volume: &VolumeRecord, spec: &VolumeSpec) -> Result<(), Error> {
+        let is_copy = self.state.mirrored.of(volume).is_some_and(|m| m.role() == Role::Secondary);
+        let given = spec.encryption.as_ref().map(Encryption::try_from).transpose();
+        let given = given.map_err(|rule| Error::invalid("encryption", rule.to_string()))?;
+        let (Some(given), Some(has)) = (given, &volume.spec.encryption) else { return Ok(()) };
+        if !is_copy || *has == given || !has.is_of_same_key(&given) {
+            return Ok(());
+        }
+        let change = |volume: &mut VolumeRecord| {
+            volume.spec.encryption = Some(given.clone());
+            Ok(())
+        };
+        self.state.update_volume(volume.id.0, change).await.map(drop)
+    }
+
+    /// A peer tells of a group that it mirrors to this side.
+    pub(super) async fn copy_group(
+        &self,
+        peer: &Arc<PeerRecord>,
+        group: GroupId,
+        said: GroupIntroduction,
+    ) {
+        match self.make_group(peer, group, said).await {
+            Ok(()) => {}
+            Err(Error::Busy(why)) => tracing::debug!(why, "a group is not recorded yet"),
+            Err(error) => self.refuse(peer, group, &error.to_string()),
+        }
+    }
+
+    async fn make_group(
+        &self,
+        peer: &PeerRecord,
+        group: GroupId,
+        said: GroupIntroduction,
+    ) -> Result<(), Error> {
+        self.state.check_ruling()?;
+        self.state.check_term()?;
+        let theirs = of_peer(peer, group, &said.record)?;
+        let _one = self.state.mirrored.changing.lock().await;
+        if let Some(known) = self.state.mirrored.group(group) {
+            return match known.role() {
+                Role::Off | Role::Orphan => Err(Error::Precondition(format!(
+                    "{:?} is there already, a copy of a mirror that was ended: promote or delete it",
+                    known.group_name
+                ))),
+                _ => self.join(&known, &theirs, said).await,
+            };
+        }
+        for member in &theirs.members {
+            let volume = self.state.volumes.get(&member.volume.to_string());
+            let is_ready = volume.is_some_and(|volume| {
+                volume.phase == VolumePhase::Ready
+                    && volume.mirror.as_ref().is_some_and(|m| m.group.0 == group)
+            });
+            if !is_ready {
+                return Err(Error::Busy(format!("volume {} is not ready yet", member.volume)));
+            }
+        }
+        crate::volume::spec::check_name(&said.name)?;
+        let settings = settings(&said)?;
+        let members = theirs.members.iter().map(|member| member.volume).collect();
+        let parameters =
+            Parameters { interval_s: settings.interval_s, may_take_over: settings.may_take_over };
+        let clusters = [theirs.peer, theirs.cluster];
+        let mut brain = Brain::secondary(group, clusters, members, theirs.chain, parameters);
+        brain.term = self.state.term().number;
+        if !said.is_volume {
+            self.record_group(group, &said.name, &brain).await?;
+        }
+        let name = (said.name, said.is_volume);
+        let record = MirrorRecord::new(brain, name, settings, now_ms());
+        if let Ok(made) = self.state.mirrored.records.create(record).await? {
+            let message = format!("{} mirrors it to this cluster", peer.name);
+            let about = Object::new("mirror", made.id.0, &made.group_name);
+            self.state.events.record(Severity::Normal, about, "MirrorMade", message);
+        }
+        self.look_at(group);
+        Ok(())
+    }
+
+    /// The group of the same name here, which has the copies.
+    async fn record_group(&self, id: GroupId, name: &str, brain: &Brain) -> Result<(), Error> {
+        let taken = self.state.mirrored.groups.indexed(|index| index.named(name));
+        let is_taken = taken.iter().any(|group| group.id.0 != id);
+        let name = match is_taken {
+            true => format!("{name}-{}", &id.to_string()[..8]),
+            false => name.to_owned(),
+        };
+        let group = VolumeGroupRecord {
+            id: Text(id),
+            group_name: name,
+            members: brain.members.iter().map(|member| Text(member.volume)).collect(),
+            created_ms: now_ms(),
+        };
+        // It may be there: a crash came between.
+        self.state.mirrored.groups.create(group).await.map(drop)
+    }
+
+    /// Members that joined, and settings that were changed there.
+    async fn join(
+        &self,
+        known: &MirrorRecord,
+        theirs: &Brain,
+        said: GroupIntroduction,
+    ) -> Result<(), Error> {
+        if known.is_volume || known.role() != Role::Secondary || known.brain().is_own() {
+            return Ok(());
+        }
+        let settings = settings(&said)?;
+        let members: Vec<Text<VolumeId>> =
+            theirs.members.iter().map(|member| Text(member.volume)).collect();
+        let change = |group: &mut VolumeGroupRecord| {
+            group.members.clone_from(&members);
+            Ok(())
+        };
+        self.state.mirrored.groups.update(&known.name(), change).await?;
+        let change = |record: &mut MirrorRecord| {
+            record.settings =
+                MirrorSettings { is_paused: record.settings.is_paused, ..settings.clone() };
+            Ok(())
+        };
+        self.state.mirrored.records.update(&known.name(), change).await.map(drop)
+    }
+}
+
+fn settings(said: &GroupIntroduction) -> Result<MirrorSettings, Error> {
+    super::calls::check_interval(said.interval_s)?;
+    Ok(MirrorSettings {
+        interval_s: said.interval_s,
+        may_take_over: said.may_take_over,
+        compresses: said.compresses,
+        bandwidth_limit: said.bandwidth_limit,
+        is_paused: false,
+    })
+}
+
+/// The record of a peer's brain.
+///
+/// # Errors
+/// It is of another group, or another cluster's.
+fn of_peer(peer: &PeerRecord, group: GroupId, bytes: &[u8]) -> Result<Brain, Error> {
+    let wrong = || Error::invalid("record", "it is not that of a group of the peer");
+    let brain = Brain::decode(bytes).map_err(|_| wrong())?;
+    let is_it = brain.group == group && brain.cluster.to_string() == peer.cluster;
+    (is_it && brain.role == Role::Primary).then_some(brain).ok_or_else(wrong)
+}

@@ -1,0 +1,459 @@
+//! The driver of the brains: each mirrored group has one, which gets its events here and whose actions are
+//! carried out one after the other.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use prost::Message as _;
+use quoin_api::control::{
+    MirrorAssignment, MirrorSent, MirrorTake, PeerMessage, PeerWord, peer_word,
+};
+use quoin_cluster::mirror::answers::{Answer, Call};
+use quoin_cluster::mirror::brain::Now;
+use quoin_cluster::mirror::{Action, Brain, Event, Order, Role, Stamp};
+use quoin_cluster::records::MirrorRecord;
+use quoin_types::ids::{GroupId, PointId};
+use quoin_types::{Time, VolumeId};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::observe;
+use crate::Error;
+use crate::membership::peers::Peers;
+use crate::reconcile::{Next, Queue, Reconciler};
+use crate::snapshot;
+use crate::snapshot::points::Points;
+use crate::state::{State, random_id};
+use crate::time::now_ms;
+use crate::volume::volumes::Catalog;
+
+/// Most groups in the queue.
+const QUEUE_MAX: usize = 4096;
+/// Between two looks at a group that is on its way, and at one that is at rest.
+const SOON: Duration = Duration::from_millis(100);
+const AT_REST: Duration = Duration::from_secs(1);
+/// Changes of the record in one look.
+const CHANGES_MAX: usize = 32;
+/// Messages of peers that wait for one group, and those that wait for a link.
+const INBOX_MAX: usize = 64;
+const OUTBOX_MAX: usize = 4096;
+
+/// A brain that lives here, with what belongs to its life.
+pub(super) struct Live {
+    pub brain: Brain,
+    /// Version of the record that it goes by.
+    version: u64,
+    serial: u64,
+    /// The last orders that were carried out for each member.
+    pub stamps: HashMap<VolumeId, Stamp>,
+    heard: Option<Instant>,
+    /// A point that is being cut over several members.
+    pub cutting: Option<PointId>,
+    /// The copies were told to the peer at this time.
+    pub introduced: Option<Instant>,
+    /// Why the peer makes no copy.
+    pub refused: String,
+    /// Why an order was not carried out.
+    pub failures: BTreeMap<VolumeId, String>,
+}
+
+/// All mirrored groups of this side.
+pub struct Mirrors {
+    pub(super) state: Arc<State>,
+    pub(super) peers: Arc<Peers>,
+    pub(super) catalog: Arc<Catalog>,
+    pub(super) points: Arc<Points>,
+    queue: Arc<Queue<GroupId>>,
+    lives: Mutex<HashMap<GroupId, Arc<tokio::sync::Mutex<Option<Live>>>>>,
+    inbox: Mutex<HashMap<GroupId, VecDeque<Vec<u8>>>>,
+    outbox: Mutex<VecDeque<PeerMessage>>,
+    sent: Mutex<HashMap<VolumeId, (Instant, MirrorSent)>>,
+    /// Raised where a mirror has something new to do.
+    news: watch::Sender<u64>,
+    begun: Instant,
+}
+
+impl Mirrors {
+    pub(crate) fn new(
+        state: Arc<State>,
+        peers: Arc<Peers>,
+        catalog: Arc<Catalog>,
+        snapshots: &snapshot::Parts,
+    ) -> Self {
+        let queue = Arc::new(Queue::new(QUEUE_MAX));
+        for record in state.mirrored.records.list() {
+            queue.add(record.id.0, Duration::ZERO);
+        }
+        let (filled, of) = (queue.clone(), Arc::downgrade(&state));
+        state.queue_volumes(move |volume| {
+            let state = of.upgrade();
+            let record = state.and_then(|state| state.volumes.get(&volume.to_string()));
+            if let Some(mirror) = record.as_ref().and_then(|record| record.mirror.as_ref()) {
+                filled.add(mirror.group.0, Duration::ZERO);
+            }
+        });
+        Self {
+            state,
+            peers,
+            catalog,
+            points: snapshots.points.clone(),
+            queue,
+            lives: Mutex::default(),
+            inbox: Mutex::default(),
+            outbox: Mutex::default(),
+            sent: Mutex::default(),
+            news: watch::Sender::default(),
+            begun: Instant::now(),
+        }
+    }
+
+    pub(super) fn now(&self) -> Now {
+        let since = self.begun.elapsed().as_nanos();
+        let time = Time(u64::try_from(since).unwrap_or(u64::MAX));
+        Now { time, wall_ms: now_ms(), draw: random_id().max(1) }
+    }
+
+    /// Receiver for what mirrors have to do.
+    pub(crate) fn news(&self) -> watch::Receiver<u64> {
+        self.news.subscribe()
+    }
+
+    pub(super) fn tell_mirrors(&self) {
+        self.news.send_modify(|count| *count += 1);
+    }
+
+    /// Has a group looked at.
+    pub(crate) fn look_at(&self, group: GroupId) {
+        self.queue.add(group, Duration::ZERO);
+    }
+
+    fn life(&self, group: GroupId) -> Arc<tokio::sync::Mutex<Option<Live>>> {
+        let mut lives = self.lives.lock().expect("no holder of this lock panics");
+        lives.entry(group).or_default().clone()
+    }
+
+    /// Forgets the life of a group that has no record any more.
+    fn end(&self, group: GroupId) {
+        self.lives.lock().expect("no holder of this lock panics").remove(&group);
+        self.inbox().remove(&group);
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, HashMap<GroupId, VecDeque<Vec<u8>>>> {
+        self.inbox.lock().expect("no holder of this lock panics")
+    }
+
+    /// Says something to the controller of a peer, as far as a mirror is there to carry it.
+    pub(super) fn say(&self, peer: String, group: GroupId, what: peer_word::What) {
+        let body = PeerWord { what: Some(what) }.encode_to_vec();
+        let message = PeerMessage { peer_cluster_id: peer, group_id: group.to_string(), body };
+        {
+            let mut outbox = self.outbox.lock().expect("no holder of this lock panics");
+            if outbox.len() >= OUTBOX_MAX {
+                outbox.pop_front();
+            }
+            outbox.push_back(message);
+        }
+        self.tell_mirrors();
+    }
+
+    /// What a mirror has to do, beside its peers. Messages are given to the one that leads, once.
+    pub(crate) fn assign(&self, mirror: &str, assignment: &mut MirrorAssignment) {
+        if self.state.check_ruling().is_err() || self.state.check_term().is_err() {
+            return;
+        }
+        if assignment.leads {
+            let mut outbox = self.outbox.lock().expect("no holder of this lock panics");
+            assignment.messages = outbox.drain(..).collect();
+        }
+        let Some(node) = self.peers.node_of(mirror) else { return };
+        let is_here = |volume: &VolumeId| {
+            let volume = self.state.volumes.get(&volume.to_string());
+            volume.is_some_and(|volume| volume.opened.owner.as_deref() == Some(node.as_str()))
+        };
+        let (sends, takes) = self.state.mirrored.transfers();
+        assignment.sends = sends;
+        assignment.sends.retain(|send| send.volume_id.parse().is_ok_and(|volume| is_here(&volume)));
+        assignment.sends.sort_by(|one, other| one.volume_id.cmp(&other.volume_id));
+        for (volume, order) in takes.into_iter().filter(|(volume, _)| is_here(volume)) {
+            let record = self.state.volumes.get(&volume.to_string());
+            let Some(mirror) = record.and_then(|record| self.state.mirrored.of(&record)) else {
+                continue;
+            };
+            assignment.takes.push(MirrorTake {
+                peer_cluster_id: mirror.brain().peer.to_string(),
+                group_id: mirror.id.0.to_string(),
+                volume_id: volume.to_string(),
+                point_id: order.point_id,
+                base_id: order.base_id,
+                token: order.token,
+            });
+        }
+        assignment.takes.sort_by(|one, other| one.volume_id.cmp(&other.volume_id));
+    }
+
+    /// Takes in what a mirror of this cluster heard of peers, and how far its transfers are.
+    pub(crate) async fn reported(&self, messages: Vec<PeerMessage>, sent: Vec<MirrorSent>) {
+        for sent in sent.into_iter().take(1024) {
+            if let Ok(volume) = sent.volume_id.parse() {
+                let mut all = self.sent.lock().expect("no holder of this lock panics");
+                all.retain(|_, (at, _)| at.elapsed() < Duration::from_secs(60));
+                all.insert(volume, (Instant::now(), sent));
+            }
+        }
+        for PeerMessage { peer_cluster_id, group_id, body } in messages.into_iter().take(1024) {
+            let Some(peer) = self.state.joined.peers.get(&peer_cluster_id) else { continue };
+            let (Ok(group), Ok(word)) = (group_id.parse(), PeerWord::decode(&body[..])) else {
+                continue;
+            };
+            match word.what {
+                Some(peer_word::What::Brain(bytes)) => self.heard(&peer.cluster, group, bytes),
+                Some(peer_word::What::Group(said)) => self.copy_group(&peer, group, said).await,
+                Some(peer_word::What::Volume(said)) => self.copy_volume(&peer, group, said).await,
+                Some(peer_word::What::Refused(why)) => {
+                    self.refused(&peer.cluster, group, why).await
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn heard(&self, peer: &str, group: GroupId, bytes: Vec<u8>) {
+        let record = self.state.mirrored.group(group);
+        if record.is_none_or(|record| record.brain().peer.to_string() != peer) {
+            return;
+        }
+        let mut inbox = self.inbox();
+        let messages = inbox.entry(group).or_default();
+        if messages.len() >= INBOX_MAX {
+            messages.pop_front();
+        }
+        messages.push_back(bytes);
+        drop(inbox);
+        self.look_at(group);
+    }
+
+    async fn refused(&self, peer: &str, group: GroupId, why: String) {
+        let record = self.state.mirrored.group(group);
+        if record.is_none_or(|record| record.brain().peer.to_string() != peer) {
+            return;
+        }
+        if let Some(live) = self.life(group).lock().await.as_mut() {
+            live.refused = crate::text::plain(&why).chars().take(400).collect();
+        }
+    }
+
+    /// State of the transfer of a volume that is sent from here.
+    pub(super) fn sent(&self, volume: VolumeId) -> Option<MirrorSent> {
+        let sent = self.sent.lock().expect("no holder of this lock panics");
+        sent.get(&volume).map(|(_, sent)| sent.clone())
+    }
+
+    /// Looks at a group with its life locked; `None`: it has no record.
+    ///
+    /// # Errors
+    /// The store fails, or the records do not rule.
+    pub(super) async fn look<T>(
+        &self,
+        group: GroupId,
+        call: impl FnOnce(&mut Live, Now, &mut Vec<Action>) -> T,
+    ) -> Result<Option<(Arc<MirrorRecord>, T)>, Error> {
+        self.state.check_ruling()?;
+        self.state.check_term()?;
+        let life = self.life(group);
+        let mut life = life.lock().await;
+        let Some(record) = self.state.mirrored.group(group) else {
+            *life = None;
+            self.end(group);
+            return Ok(None);
+        };
+        let now = self.now();
+        let live = life.get_or_insert_with(|| Live {
+            brain: Brain::new(now, record.brain().clone(), record.version),
+            version: record.version,
+            serial: 0,
+            stamps: HashMap::new(),
+            heard: None,
+            cutting: None,
+            introduced: None,
+            refused: String::new(),
+            failures: BTreeMap::new(),
+        });
+        let mut actions = Vec::new();
+        if live.version != record.version {
+            let (changed, version) = (Box::new(record.brain().clone()), record.version);
+            live.version = version;
+            live.brain.on(now, Event::Changed { record: changed, version }, &mut actions);
+        }
+        self.tell(live, &record, &mut actions).await?;
+        live.brain.on(self.now(), Event::Tick, &mut actions);
+        self.carry_out(live, group, actions).await?;
+        // A call is answered by what its look has seen.
+        let mut actions = Vec::new();
+        let answer = call(live, self.now(), &mut actions);
+        self.carry_out(live, group, actions).await?;
+        let Some(record) = self.state.mirrored.group(group) else { return Ok(None) };
+        self.tend(live, &record).await?;
+        Ok(Some((record, answer)))
+    }
+
+    /// Tells the brain what is known now.
+    async fn tell(
+        &self,
+        live: &mut Live,
+        record: &MirrorRecord,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Error> {
+        let group = record.id.0;
+        let mut events = Vec::new();
+        events.push(Event::OwnMirror { is_running: self.peers.leader().is_some() });
+        let heard = self.peers.heard_at(&record.brain().peer.to_string());
+        if heard > live.heard {
+            live.heard = heard;
+            events.push(Event::Heard);
+        }
+        let messages = self.inbox().remove(&group).unwrap_or_default();
+        for member in &record.brain().members {
+            let Some(volume) = self.state.volumes.get(&member.volume.to_string()) else { continue };
+            if !volume.phase.is_kept() {
+                continue;
+            }
+            let volume = self.fenced(volume).await?;
+            live.serial += 1;
+            let stamp = live.stamps.get(&member.volume).copied().unwrap_or_default();
+            let observed = observe::observe(&self.state, group, &volume, (live.serial, stamp));
+            events.push(Event::Observed(member.volume, Box::new(observed)));
+        }
+        // Messages last: a word is judged by what is seen now.
+        events.extend(messages.into_iter().map(Event::Message));
+        for event in events.into_iter().chain(self.verdict(live, record).await?) {
+            live.brain.on(self.now(), event, actions);
+        }
+        Ok(())
+    }
+
+    /// Carries out what a brain says, and gives it the outcomes. Orders of before a change of the record are
+    /// late, and dropped.
+    async fn carry_out(
+        &self,
+        live: &mut Live,
+        group: GroupId,
+        mut actions: Vec<Action>,
+    ) -> Result<(), Error> {
+        for _ in 0..CHANGES_MAX {
+            let is_store = |action: &Action| matches!(action, Action::Store { .. });
+            let Some(at) = actions.iter().position(is_store) else { break };
+            let Action::Store { expected, record } = actions.remove(at) else { break };
+            actions.retain(|action| matches!(action, Action::Send(_)));
+            let before = live.brain.record().role;
+            let change = |found: &mut MirrorRecord| Ok(found.change(expected, (*record).clone()));
+            let written = self.state.mirrored.records.update(&group.to_string(), change).await?;
+            let Some((found, is_written)) = written else { return Ok(()) };
+            live.version = found.version;
+            let version = found.version;
+            let event = match is_written {
+                true => Event::Stored { version },
+                false => Event::Changed { record: Box::new(found.brain().clone()), version },
+            };
+            live.brain.on(self.now(), event, &mut actions);
+            if is_written {
+                self.announce(&found, before);
+            }
+        }
+        let stamp = Stamp { term: live.brain.record().term, version: live.version };
+        let peer = live.brain.record().peer.to_string();
+        let mut messages = Vec::new();
+        let mut ordered: BTreeMap<VolumeId, Vec<Order>> = BTreeMap::new();
+        for action in actions {
+            match action {
+                Action::Store { .. } => {}
+                Action::Send(bytes) => messages.push(bytes),
+                Action::Member { volume, stamp: of, order } if of == stamp => {
+                    let orders = ordered.entry(volume).or_default();
+                    if !orders.contains(&order) {
+                        orders.push(order);
+                    }
+                }
+                Action::MakePoint { stamp: of, point, members } if of == stamp => {
+                    self.make_point(live, group, point, &members).await?;
+                }
+                Action::Member { .. } | Action::MakePoint { .. } => {}
+                Action::Ship { volume, transfer, token, from } => {
+                    let want = live.brain.heard().and_then(|word| word.want.as_ref());
+                    let ordered = want.and_then(|want| want.transfer.base);
+                    self.ship((group, volume), (transfer, ordered), token, from)?;
+                }
+            }
+        }
+        for (volume, orders) in ordered {
+            live.failures.remove(&volume);
+            for order in orders {
+                if let Err(error) = self.obey(group, volume, stamp, order).await {
+                    tracing::debug!(%volume, ?order, %error, "an order of a mirror waits");
+                    live.failures.insert(volume, error.to_string());
+                }
+            }
+        }
+        for member in &live.brain.record().members {
+            live.stamps.insert(member.volume, stamp);
+        }
+        // The last word says all.
+        if let Some(bytes) = messages.pop() {
+            self.say(peer, group, peer_word::What::Brain(bytes));
+        }
+        Ok(())
+    }
+
+    /// Makes a call, again and again until it has its answer or the time is over.
+    ///
+    /// # Errors
+    /// The group is not mirrored, or the store fails.
+    pub(super) async fn call(
+        &self,
+        group: GroupId,
+        call: Call,
+        within: Duration,
+    ) -> Result<(Arc<MirrorRecord>, Answer), Error> {
+        let until = Instant::now() + within;
+        loop {
+            let made =
+                |live: &mut Live, now: Now, out: &mut Vec<Action>| live.brain.call(now, call, out);
+            let Some(answered) = self.look(group, made).await? else {
+                return Err(Error::missing("mirror", group.to_string()));
+            };
+            if answered.1 != Answer::NotYet || Instant::now() >= until {
+                return Ok(answered);
+            }
+            tokio::time::sleep(SOON / 2).await;
+        }
+    }
+}
+
+#[async_trait]
+impl Reconciler for Mirrors {
+    type Key = GroupId;
+    const NAME: &'static str = "mirror groups";
+
+    fn queue(&self) -> &Queue<GroupId> {
+        &self.queue
+    }
+
+    async fn reconcile(&self, group: &GroupId, _: Instant) -> Result<Next, Error> {
+        if self.state.check_ruling().is_err() || self.state.check_term().is_err() {
+            return Ok(Next::After(AT_REST));
+        }
+        let is_busy = |live: &mut Live, _: Now, _: &mut Vec<Action>| live.cutting.is_some();
+        let Some((record, is_cutting)) = self.look(*group, is_busy).await? else {
+            return Ok(Next::Rest);
+        };
+        let brain = record.brain();
+        let is_on_its_way = !matches!(
+            brain.role,
+            Role::Primary | Role::Secondary | Role::Off | Role::Orphan | Role::Diverged
+        ) || brain.receiving.is_some()
+            || brain.points.cutting.is_some()
+            || is_cutting;
+        Ok(Next::After(if is_on_its_way { SOON } else { AT_REST }))
+    }
+}

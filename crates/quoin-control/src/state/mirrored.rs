@@ -1,0 +1,111 @@
+//! The tables of mirrors and of groups of volumes, and the transfers that are ordered now.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use quoin_api::control::{FeedOrder, MirrorSend};
+use quoin_cluster::mirror::Role;
+use quoin_cluster::records::{MirrorRecord, VolumeGroupRecord, VolumeRecord};
+use quoin_types::VolumeId;
+use quoin_types::ids::GroupId;
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::state::changes::Changes;
+use crate::state::store::{Store, StoreError};
+use crate::state::table::Table;
+
+/// A transfer that its brain has not named for so long is sent no more.
+const SENT_WITHIN: Duration = Duration::from_secs(5);
+
+/// Records of mirrors, and what is ordered by them.
+pub(crate) struct Mirrored {
+    pub records: Table<MirrorRecord>,
+    pub groups: Table<VolumeGroupRecord>,
+    /// Orders to take slots, by volumes. The next life of the brain gives them anew.
+    feeds: Mutex<HashMap<VolumeId, FeedOrder>>,
+    sends: Mutex<HashMap<VolumeId, (Instant, MirrorSend)>>,
+    /// Makes the look at a volume or a name and the change that rests on it one step.
+    pub changing: tokio::sync::Mutex<()>,
+}
+
+impl Mirrored {
+    pub async fn load(store: &Arc<dyn Store>, changes: &Changes) -> Result<Self, StoreError> {
+        Ok(Self {
+            records: Table::load(store.clone(), changes.clone()).await?,
+            groups: Table::load(store.clone(), changes.clone()).await?,
+            feeds: Mutex::default(),
+            sends: Mutex::default(),
+            changing: tokio::sync::Mutex::new(()),
+        })
+    }
+
+    pub async fn read_unanswered(&self) -> Result<(), Error> {
+        self.records.read_unanswered().await?;
+        self.groups.read_unanswered().await
+    }
+
+    /// The mirror that a volume's record names.
+    pub fn of(&self, volume: &VolumeRecord) -> Option<Arc<MirrorRecord>> {
+        let mirror = volume.mirror.as_ref()?;
+        self.records.get(&mirror.group.0.to_string())
+    }
+
+    pub fn group(&self, id: GroupId) -> Option<Arc<MirrorRecord>> {
+        self.records.get(&id.to_string())
+    }
+
+    /// Returns true for a copy that takes slots, now or soon: its target changes its content.
+    pub fn is_fed(&self, volume: &VolumeRecord) -> bool {
+        let record = volume.mirror.as_ref().and_then(|_| self.of(volume));
+        record.is_some_and(|record| record.role() == Role::Secondary && !record.brain().is_own())
+    }
+
+    fn feeds(&self) -> MutexGuard<'_, HashMap<VolumeId, FeedOrder>> {
+        self.feeds.lock().expect("no holder of this lock panics")
+    }
+
+    fn sends(&self) -> MutexGuard<'_, HashMap<VolumeId, (Instant, MirrorSend)>> {
+        self.sends.lock().expect("no holder of this lock panics")
+    }
+
+    pub fn feed(&self, volume: VolumeId) -> Option<FeedOrder> {
+        self.feeds().get(&volume).cloned()
+    }
+
+    /// Sets the order of a volume's target; true: it is another one than before.
+    pub fn order_feed(&self, volume: VolumeId, order: FeedOrder) -> bool {
+        self.feeds().insert(volume, order.clone()) != Some(order)
+    }
+
+    /// The transfer that is sent of a volume.
+    pub fn send(&self, volume: VolumeId) -> Option<MirrorSend> {
+        let sends = self.sends();
+        let (at, send) = sends.get(&volume)?;
+        (at.elapsed() < SENT_WITHIN).then(|| send.clone())
+    }
+
+    /// Sets what is sent of a volume; true: it was not sent before.
+    pub fn order_send(&self, volume: VolumeId, send: MirrorSend) -> bool {
+        let token = send.token.clone();
+        let before = self.sends().insert(volume, (Instant::now(), send));
+        before.is_none_or(|(at, before)| before.token != token || at.elapsed() >= SENT_WITHIN)
+    }
+
+    /// Volumes with something to send, and with something to take.
+    pub fn transfers(&self) -> (Vec<MirrorSend>, Vec<(VolumeId, FeedOrder)>) {
+        let mut sends = self.sends();
+        sends.retain(|_, (at, _)| at.elapsed() < SENT_WITHIN);
+        let feeds = self.feeds();
+        let takes = feeds.iter().filter(|(_, order)| !order.token.is_empty());
+        let takes = takes.map(|(volume, order)| (*volume, order.clone())).collect();
+        (sends.values().map(|(_, send)| send.clone()).collect(), takes)
+    }
+
+    /// The volume is mirrored no more.
+    pub fn forget(&self, volume: VolumeId) {
+        self.feeds().remove(&volume);
+        self.sends().remove(&volume);
+    }
+}
