@@ -12,8 +12,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, contexts, declare, demo, dev, events, listing, mirror, offline, roles, schedule, scrub,
-    snapshot, target, tokens, volume,
+    admins, contexts, declare, demo, dev, events, group, listing, mirror, offline, roles, schedule,
+    scrub, snapshot, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -84,7 +84,10 @@ enum Command {
     /// The controllers on other hosts that commands talk to, by name.
     #[command(subcommand)]
     Context(contexts::ContextCommand),
-    /// Other clusters, with which this one exchanges volumes: pair with them, link to them.
+    /// Named sets of volumes, each of which is mirrored as one.
+    #[command(subcommand)]
+    Group(group::GroupCommand),
+    /// Other clusters, and the volumes that are mirrored to and from them: pair, enable, promote, demote.
     #[command(subcommand)]
     Mirror(mirror::MirrorCommand),
     /// Events so far, and with -w those that come.
@@ -254,6 +257,7 @@ impl Cli {
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),
+            Command::Group(command) => wait_for(group::run(command, &client, format)),
             Command::Mirror(command) => wait_for(mirror::run(command, &client, format)),
             Command::Dev(options) => dev::run(options),
             Command::Controller(command) => roles::controller(command, &client, format),

@@ -14,6 +14,7 @@ mod demo;
 mod dev;
 mod document;
 mod events;
+mod group;
 mod host;
 mod listing;
 mod mirror;

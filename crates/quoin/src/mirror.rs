@@ -1,7 +1,10 @@
-//! `quoin mirror invite|pair|peers|unpair|run`: other clusters, with which this one exchanges volumes.
+//! `quoin mirror …`: other clusters, and the volumes and groups that are mirrored to and from them.
+
+mod mirrored;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
+use quoin_api::control::call_mirror_request::Call;
 use quoin_api::control::{
     InvitePeerRequest, ListPeersRequest, PairPeerRequest, Peer, RemoveMirrorRequest,
     UnpairPeerRequest,
@@ -46,6 +49,39 @@ pub enum MirrorCommand {
         /// Its name, as it joined.
         mirror: String,
     },
+    /// Keep a copy of a volume or a group on a peer: points of it are sent there at an interval.
+    #[command(after_help = "Examples:\n  quoin mirror enable db --to west --every 10s\n  \
+                            quoin mirror enable shop --to west --wait    a group; until the copy is whole")]
+    Enable(mirrored::EnableOptions),
+    /// What is mirrored: role, peer, lag, what a failover now would lose.
+    #[command(after_help = "Examples:\n  quoin mirror status\n  quoin mirror status db")]
+    Status {
+        /// Name or id of a mirrored volume or group [default: all].
+        of: Option<String>,
+    },
+    /// The points that this side holds of a mirrored volume or group.
+    Points(mirrored::OfOptions),
+    /// Make this side primary. The other one is to be demoted first, or silent (--force).
+    #[command(
+        after_help = "Examples:\n  quoin mirror promote db            after `quoin mirror demote db` \
+                            there\n  quoin mirror promote db --force    where the other side is lost"
+    )]
+    Promote(mirrored::PromoteOptions),
+    /// Make this side a copy: its last state is sent to the other one, which is then promoted.
+    #[command(after_help = "Example:\n  quoin mirror demote db")]
+    Demote(mirrored::ForceOptions),
+    /// Have a copy follow its primary again, and wait until it does.
+    #[command(
+        after_help = "Example:\n  quoin mirror resync db --force    after a failover, on the old side"
+    )]
+    Resync(mirrored::ForceOptions),
+    /// Cut no more points for now.
+    Pause(mirrored::OfOptions),
+    /// Cut points again.
+    Resume(mirrored::OfOptions),
+    /// End a mirror; the copy stays on the other side, an orphan.
+    #[command(after_help = "Example:\n  quoin mirror disable db")]
+    Disable(mirrored::OfOptions),
     /// Link this cluster to its peers: one process beside each target.
     Run(Box<crate::roles::MirrorOptions>),
 }
@@ -130,6 +166,29 @@ pub async fn run(command: MirrorCommand, client: &ClientOptions, format: Format)
             output::print_one(format, &view, || {
                 format!("mirror {mirror} is removed: its certificate is no longer accepted")
             })
+        }
+        MirrorCommand::Enable(options) => {
+            mirrored::enable(options, &mut cluster, client, format).await
+        }
+        MirrorCommand::Status { of } => mirrored::status(of.as_deref(), &mut cluster, format).await,
+        MirrorCommand::Points(options) => mirrored::points(&options.of, &mut cluster, format).await,
+        MirrorCommand::Promote(options) => {
+            mirrored::promote(options, &mut cluster, client, format).await
+        }
+        MirrorCommand::Demote(options) => {
+            mirrored::demote(options, &mut cluster, client, format).await
+        }
+        MirrorCommand::Resync(options) => {
+            mirrored::resync(options, &mut cluster, client, format).await
+        }
+        MirrorCommand::Pause(options) => {
+            mirrored::plain(&options.of, Call::Pause, &mut cluster, client, format).await
+        }
+        MirrorCommand::Resume(options) => {
+            mirrored::plain(&options.of, Call::Resume, &mut cluster, client, format).await
+        }
+        MirrorCommand::Disable(options) => {
+            mirrored::plain(&options.of, Call::Disable, &mut cluster, client, format).await
         }
         MirrorCommand::Run(_) => unreachable!("it is a role, and runs without a client"),
     }

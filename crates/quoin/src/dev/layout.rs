@@ -145,6 +145,14 @@ impl Layout {
     pub fn hold(&self, process: &str) -> PathBuf {
         self.run().join(format!("hold-{process}"))
     }
+    /// Identity of the mirror.
+    pub fn mirror(&self) -> PathBuf {
+        self.root.join("mirror")
+    }
+    /// The whole of a second cluster.
+    pub fn peer(&self) -> PathBuf {
+        self.root.join("peer")
+    }
     /// Identity and records of the node; its target uses the same identity.
     pub fn node(&self) -> PathBuf {
         self.root.join("node")

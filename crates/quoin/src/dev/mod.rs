@@ -13,6 +13,7 @@ pub mod keeper;
 pub mod layout;
 mod lock;
 pub mod members;
+mod peer;
 pub mod processes;
 pub mod settings;
 
@@ -66,6 +67,13 @@ pub struct DevOptions {
     /// Let targets meet pools by TCP, as between hosts, and not by unix sockets.
     #[arg(long)]
     pub network_only: bool,
+    /// A second cluster beside this one, with which it is paired, to try disaster recovery: in `peer/` of
+    /// the same directory.
+    #[arg(long)]
+    pub peer: bool,
+    /// Run a mirror, which links this cluster to its peers.
+    #[arg(long)]
+    pub mirror: bool,
     /// As of `quoin node run`.
     #[arg(long, value_name = "EDITION", default_value_t = quoin_csi::Edition::default())]
     pub csi_edition: quoin_csi::Edition,
@@ -104,6 +112,13 @@ pub fn run(options: DevOptions) -> Result<()> {
         security: options.data_security,
         network_only: options.network_only,
         csi_edition: options.csi_edition,
+        peers: match (options.peer, options.mirror) {
+            (true, _) => Peers::SecondCluster,
+            (false, true) => Peers::MirrorAlone,
+            (false, false) => Peers::None,
+        },
+        peer_pools: options.pools,
+        peer_pool_size: options.pool_size,
         healing: options.healing,
         lifetime: options.lifetime,
     };
@@ -115,8 +130,21 @@ pub(crate) struct Policy {
     security: String,
     network_only: bool,
     csi_edition: quoin_csi::Edition,
+    peers: Peers,
+    peer_pools: Option<u8>,
+    peer_pool_size: Option<u64>,
     healing: HealingOptions,
     lifetime: LifetimeOptions,
+}
+
+/// Other clusters beside this one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Peers {
+    None,
+    /// A mirror runs, and whoever wants to pairs with this cluster.
+    MirrorAlone,
+    /// A second cluster is run, and paired with.
+    SecondCluster,
 }
 
 /// Signals that end the cluster: Ctrl-C, `kill`, a closed terminal.
@@ -151,6 +179,9 @@ async fn supervise(
         outcome = start(layout, settings, attaching, policy, &mut keepers) => match outcome {
             Ok((pools, blocked)) => {
                 greet(layout, settings, pools, attaching, blocked.as_ref()).await;
+                if policy.peers == Peers::SecondCluster {
+                    peer::greet(layout);
+                }
                 tokio::select! {
                     () = ends.wait() => Ok(()),
                     never = report_when_unblocked(layout, blocked) => match never {},
@@ -244,6 +275,14 @@ async fn start(
         keepers.push(start(processes::attach(layout, settings))?);
     }
     keepers.push(start(processes::node(layout, settings, attaching, policy.csi_edition))?);
+    if policy.peers != Peers::None {
+        let (node, directory) = (&settings.node, layout.mirror());
+        members::join(&mut cluster, settings, Role::Mirror, node, &directory).await?;
+        keepers.push(start(processes::mirror(layout, settings))?);
+    }
+    if policy.peers == Peers::SecondCluster {
+        keepers.push(start(processes::peer(layout, policy, attaching))?);
+    }
     wait_until_all_are_online(&mut cluster, layout, settings, keepers, &pools, began).await?;
     let blocked = match keepers.iter().find(|keeper| keeper.name == "attach") {
         Some(attach) => blocked::wait(layout, attach).await,
@@ -251,6 +290,9 @@ async fn start(
     };
     if let Some(blocked) = &blocked {
         blocked.report(&layout.admin_socket(), &settings.node).await;
+    }
+    if policy.peers == Peers::SecondCluster {
+        peer::pair(&mut cluster, layout, keepers, began).await?;
     }
     Ok((pools.len(), blocked))
 }

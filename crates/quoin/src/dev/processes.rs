@@ -118,6 +118,46 @@ pub fn target(layout: &Layout, settings: &Settings) -> Process {
     process("target", &["target"], &flags, Some(settings.target_http))
 }
 
+/// Links this cluster to its peers.
+pub fn mirror(layout: &Layout, settings: &Settings) -> Process {
+    let flags = [
+        ("--state", path(&layout.mirror())),
+        ("--run", path(&layout.run())),
+        ("--node", settings.node.clone()),
+        ("--listen", settings.mirror_listen.to_string()),
+        ("--controller", settings.controller.listen.to_string()),
+    ];
+    process("mirror", &["mirror", "run"], &flags, Some(settings.mirror_http))
+}
+
+pub const PEER: &str = "peer";
+
+/// The second cluster, which supervises its own processes.
+pub fn peer(layout: &Layout, policy: &Policy, attaching: &Attaching) -> Process {
+    let mut flags = vec![
+        ("--dir", path(&layout.peer())),
+        ("--data-security", policy.security.clone()),
+        ("--csi-edition", policy.csi_edition.to_string()),
+    ];
+    if let Some(pools) = policy.peer_pools {
+        flags.push(("--pools", pools.to_string()));
+    }
+    if let Some(size) = policy.peer_pool_size {
+        flags.push(("--pool-size", size.to_string()));
+    }
+    flags.extend(policy.healing.flags());
+    flags.extend(policy.lifetime.flags());
+    let mut process = process(PEER, &["dev"], &flags, None);
+    process.arguments.push("--mirror".into());
+    if let Attaching::No { .. } = attaching {
+        process.arguments.push("--no-attach".into());
+    }
+    if policy.network_only {
+        process.arguments.push("--network-only".into());
+    }
+    process
+}
+
 pub const HOLDER: &str = "attach-holder";
 
 /// The holder ends with its supervisor: an attach process that goes on gives all to the next

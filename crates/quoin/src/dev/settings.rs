@@ -35,6 +35,11 @@ pub struct Settings {
     /// Missing in directories that an earlier Quoin made.
     #[serde(default = "any_port")]
     pub attach_http: SocketAddr,
+    /// As `attach_http`: for peers' mirrors, and metrics and health of the mirror.
+    #[serde(default = "any_port")]
+    pub mirror_listen: SocketAddr,
+    #[serde(default = "any_port")]
+    pub mirror_http: SocketAddr,
 }
 
 /// Port 0: no process has it, so a real one replaces it.
@@ -175,6 +180,8 @@ impl Settings {
             target_http: ports.next()?,
             node_http: ports.next()?,
             attach_http: ports.next()?,
+            mirror_listen: ports.next()?,
+            mirror_http: ports.next()?,
         })
     }
 
@@ -186,6 +193,8 @@ impl Settings {
             ("target's metrics", &mut self.target_http),
             ("node's metrics", &mut self.node_http),
             ("attach's metrics", &mut self.attach_http),
+            ("mirror", &mut self.mirror_listen),
+            ("mirror's metrics", &mut self.mirror_http),
         ];
         for pool in &mut self.pools {
             used.push((pool.name.as_str(), &mut pool.listen));
