@@ -14,8 +14,9 @@ pub struct Slot {
     /// Number of the stream, the later one higher, and the place where it began.
     pub stream: u64,
     pub from: u64,
-    /// Place of this slot among all of the transfer.
+    /// Block at which they begin, and number of blocks up to the next slots, at least 1.
     pub place: u64,
+    pub span: u64,
     /// Sum that came with the bytes, and sum of the bytes that came.
     pub sums: [u32; 2],
     /// The end of the transfer, with a digest over everything that the stream sent.
@@ -98,6 +99,8 @@ impl Feed {
         if is_next && !self.is_fed {
             (self.stream, self.next, self.digest) = (slot.stream, slot.from, 0);
         }
+        let next = slot.place.checked_add(slot.span).filter(|next| *next > slot.place);
+        let Some(next) = next else { return Err(Refused::OutOfOrder) };
         if self.is_fed || slot.stream != self.stream || slot.place != self.next {
             return Err(Refused::OutOfOrder);
         }
@@ -110,7 +113,7 @@ impl Feed {
             return Err(Refused::WrongDigest);
         }
         self.digest = digest;
-        self.next += 1;
+        self.next = next;
         let is_back = mutant::is("slots-taken-back-by-a-stream");
         self.taken_to = if is_back { self.next } else { self.taken_to.max(self.next) };
         self.is_fed = slot.end.is_some();
@@ -127,7 +130,7 @@ mod tests {
     const TRANSFER: Transfer = Transfer { point: PointId(2), base: Some(PointId(1)) };
 
     fn slot(place: u64) -> Slot {
-        Slot { transfer: TRANSFER, token: 9, stream: 1, from: 3, place, sums: [5, 5], end: None }
+        Slot { transfer: TRANSFER, token: 9, stream: 1, from: 3, place, span: 1, sums: [5, 5], end: None }
     }
 
     #[test]
@@ -141,6 +144,19 @@ mod tests {
         assert_eq!(feed.take(&slot(4)), Err(Refused::OutOfOrder));
         let digest = Feed::digest(Feed::digest(0, 5), 5);
         assert_eq!(feed.take(&Slot { end: Some(digest), ..second(3, 4) }), Ok(4));
+    }
+
+    #[test]
+    fn slots_follow_by_the_blocks_that_they_cover_and_cover_some() {
+        let mut feed = Feed::default();
+        feed.order(TRANSFER, 9, 3);
+        assert_eq!(feed.take(&Slot { span: 0, ..slot(3) }), Err(Refused::OutOfOrder));
+        assert_eq!(feed.take(&Slot { span: u64::MAX, ..slot(3) }), Err(Refused::OutOfOrder));
+        assert_eq!(feed.take(&Slot { span: 7, ..slot(3) }), Ok(3));
+        assert_eq!((feed.taken_to(), feed.take(&slot(4))), (10, Err(Refused::OutOfOrder)));
+        let digest = Feed::digest(Feed::digest(0, 5), 5);
+        assert_eq!(feed.take(&Slot { end: Some(digest), ..slot(10) }), Ok(10));
+        assert!(feed.is_fed());
     }
 
     #[test]

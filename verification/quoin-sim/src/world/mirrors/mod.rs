@@ -517,6 +517,7 @@ impl Mirrors {
             stream: stream.number,
             from: stream.from,
             place: stream.next,
+            span: 1,
             sums: [sum, if is_damaged { sum ^ 1 } else { sum }],
             end: is_last.then_some(digest),
         };
