@@ -20,6 +20,8 @@ pub(super) struct History {
     weight: u64,
     pub last: Position,
     pub chain: Chain,
+    /// No entry behind it changed the content. The history of before an open counts as a change.
+    pub content: Lsn,
     epochs: Vec<EpochEnd>,
     pub snapshots: Vec<SnapshotInfo>,
     /// Heads of these snapshots, as far as the authority reported them.
@@ -59,6 +61,7 @@ impl History {
             weight: 0,
             last: authority.position,
             chain: authority.chain,
+            content: authority.position.lsn,
             epochs: authority.epoch_table.clone(),
             snapshots: authority.snapshots.clone(),
             heads: heads_of(authority),
@@ -141,6 +144,9 @@ impl History {
         let entry = Entry::part_after(self.chain, position, kind, lba, blocks, data, fua, part);
         let entry = SharedEntry::new(entry);
         self.clients.apply(entry.lsn, &entry.kind, entry.part.as_ref());
+        if entry.kind.changes_content() {
+            self.content = entry.lsn;
+        }
         match &entry.kind {
             EntryKind::View(view) => self.last_view = Some((entry.lsn, (**view).clone())),
             EntryKind::Resize { blocks } => self.blocks = *blocks,
@@ -400,6 +406,32 @@ mod tests {
         let full = History::of(&OpenAck { epoch_table, ..ack });
         let knows = [9, 10, 11].map(|epoch| full.knows(Epoch(epoch)));
         assert_eq!(knows, [false, true, true]);
+    }
+
+    #[test]
+    fn the_content_changed_last_with_an_entry_that_changes_it_or_before_the_open() {
+        let (ack, _) = told();
+        let mut history = History::of(&ack);
+        assert_eq!(history.content, Lsn(3), "what the entries before the open did is not known");
+        let epoch = Epoch(5);
+        let id = SnapshotId(7);
+        let snapshot = EntryKind::Snapshot { id, hidden: false };
+        for kind in [snapshot, EntryKind::Resize { blocks: 99 }, EntryKind::DeleteSnapshot { id }] {
+            history.append_bare(epoch, kind);
+            assert_eq!(history.content, Lsn(3));
+        }
+        let hole = |history: &mut History, kind| {
+            history.append(epoch, kind, 0, 1, Bytes::new(), false).lsn
+        };
+        let data = Bytes::from(vec![1; BLOCK_SIZE]);
+        assert_eq!(history.append(epoch, EntryKind::Write, 0, 1, data, false).lsn, Lsn(7));
+        assert_eq!(history.content, Lsn(7));
+        for kind in [EntryKind::Trim, EntryKind::Zero { no_hole: false }] {
+            let lsn = hole(&mut history, kind);
+            assert_eq!(history.content, lsn);
+        }
+        let lsn = history.append_bare(epoch, EntryKind::Revert { id }).lsn;
+        assert_eq!(history.content, lsn);
     }
 
     #[test]

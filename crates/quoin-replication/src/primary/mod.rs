@@ -494,8 +494,13 @@ impl Primary {
         actions.push(PrimaryAction::Stopped);
     }
 
+    /// Returns true while IO is served: not while it opens, also not again.
+    pub fn is_serving(&self) -> bool {
+        self.phase == Phase::Serving
+    }
+
     /// Blocks of the volume that a client may address.
-    fn volume_blocks(&self) -> u64 {
+    pub fn volume_blocks(&self) -> u64 {
         self.history.blocks
     }
 }

@@ -54,6 +54,8 @@ pub struct PrimaryStatus {
     /// lacks.
     pub silent: Vec<Member>,
     pub last: Position,
+    /// No entry behind it changed the content; 0: the volume does not serve.
+    pub content_lsn: Lsn,
     pub commit: Lsn,
     pub stable: Lsn,
     pub volume_blocks: u64,
@@ -131,6 +133,10 @@ impl Primary {
                 _ => Vec::new(),
             },
             last: self.history.last,
+            content_lsn: match self.phase {
+                Phase::Serving => self.history.content,
+                _ => Lsn::ZERO,
+            },
             commit: self.commit.lsn,
             stable: self.commit.stable,
             volume_blocks: self.history.blocks,
