@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use quoin_api::control::{self, NodeAssignment, TargetAssignment, VolumeSpec};
 use quoin_api::volume::{self, VolumeOptions};
+use quoin_cluster::mirror::record::{Stamp, Transfer};
 use quoin_encryption::{DataKey, Encryption};
 use quoin_identity::convert::id;
 use quoin_replication::primary::{
@@ -12,6 +13,7 @@ use quoin_replication::primary::{
 };
 use quoin_replication::replica::LEASE_MS;
 use quoin_types::block::DeviceInfo;
+use quoin_types::ids::PointId;
 use quoin_types::membership::{Desired, Durability, Member, Newcomer};
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 
@@ -50,6 +52,53 @@ pub struct Assigned {
     pub sharers: Vec<Sharer>,
     /// `None`: it is served here.
     pub served_at: Option<ServedAt>,
+    /// The one transfer whose slots are taken; `None`: none are.
+    pub feed: Option<FeedOrder>,
+}
+
+/// Order to take the slots of a transfer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FeedOrder {
+    pub transfer: Transfer,
+    pub token: u128,
+    /// Block at which the transfer goes on.
+    pub from_block: u64,
+    /// One that is lower than that of another order is late.
+    pub stamp: Stamp,
+}
+
+impl FeedOrder {
+    fn parse(order: &control::FeedOrder) -> Result<Self, String> {
+        let point = id::<PointId>("point", &order.point_id)?;
+        let base = Some(order.base_id.as_str()).filter(|base| !base.is_empty());
+        let base = base.map(|base| id::<PointId>("base", base)).transpose()?;
+        let is_token = order.token.len() == 32;
+        let token = u128::from_str_radix(&order.token, 16).ok().filter(|_| is_token);
+        let token = token.ok_or_else(|| format!("token {:?} is not 32 hex digits", order.token))?;
+        if base == Some(point) {
+            return Err(format!("point {point} is its own base"));
+        }
+        if order.from_block > VOLUME_BLOCKS_MAX {
+            return Err(format!("block {} is out of range", order.from_block));
+        }
+        Ok(Self {
+            transfer: Transfer { point, base },
+            token,
+            from_block: order.from_block,
+            stamp: Stamp { term: order.term, version: order.version },
+        })
+    }
+
+    pub fn to_message(self) -> control::FeedOrder {
+        control::FeedOrder {
+            point_id: self.transfer.point.to_string(),
+            base_id: self.transfer.base.map(|base| base.to_string()).unwrap_or_default(),
+            token: format!("{:032x}", self.token),
+            from_block: self.from_block,
+            term: self.stamp.term,
+            version: self.stamp.version,
+        }
+    }
 }
 
 /// Another node that uses a volume which is served here.
@@ -91,6 +140,7 @@ impl Assigned {
             verify: self.verify,
             client: self.client,
             sharers: self.sharers.clone(),
+            feed: self.feed,
             seed: rand::random(),
         }
     }
@@ -262,7 +312,20 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             address: at.address.clone(),
             key_hashes: at.key_hashes.clone(),
         }),
+        feed: feed(target)?,
     })
+}
+
+/// Slots are taken where no client is let in.
+fn feed(target: &TargetAssignment) -> Result<Option<FeedOrder>, String> {
+    let order = target.feed.as_ref().map(FeedOrder::parse).transpose();
+    let order = order.map_err(|reason| format!("order of a transfer: {reason}"))?;
+    match order {
+        Some(_) if !target.maintenance => {
+            Err("a transfer is ordered into a volume that is open to clients".to_owned())
+        }
+        order => Ok(order),
+    }
 }
 
 fn sharer(sharer: &control::Sharer) -> Sharer {
@@ -310,6 +373,7 @@ mod tests {
             sharers: Vec::new(),
             served_at: None,
             client: 0,
+            feed: None,
         }
     }
 
@@ -415,6 +479,38 @@ mod tests {
         assert!(with(512, "aes-256-xts").unwrap_err().contains("4096"));
         // A cipher of a later version must not make the volume one without encryption.
         assert!(with(4096, "rot13").unwrap_err().contains("encryption:"));
+    }
+
+    #[test]
+    fn an_order_of_a_transfer_comes_whole_and_into_no_volume_that_is_open_to_clients() {
+        let order = control::FeedOrder {
+            point_id: PointId(2).to_string(),
+            base_id: PointId(1).to_string(),
+            token: format!("{:032x}", 9),
+            from_block: 3,
+            term: 4,
+            version: 5,
+        };
+        let with = |order: control::FeedOrder, maintenance| {
+            parse_one(TargetAssignment { maintenance, feed: Some(order), ..target() })
+        };
+        let feed = with(order.clone(), true).unwrap().feed.unwrap();
+        assert_eq!(feed.to_message(), order);
+        let whole = control::FeedOrder { base_id: String::new(), ..order.clone() };
+        let feed = with(whole.clone(), true).unwrap().feed.unwrap();
+        assert_eq!((feed.transfer.base, feed.to_message()), (None, whole));
+        assert!(with(order.clone(), false).unwrap_err().contains("open to clients"));
+        let same = order.point_id.clone();
+        for (wrong, why) in [
+            (control::FeedOrder { point_id: "x".into(), ..order.clone() }, "point"),
+            (control::FeedOrder { base_id: "x".into(), ..order.clone() }, "base"),
+            (control::FeedOrder { base_id: same, ..order.clone() }, "its own base"),
+            (control::FeedOrder { token: "9".into(), ..order.clone() }, "token"),
+            (control::FeedOrder { token: "+".repeat(32), ..order.clone() }, "token"),
+            (control::FeedOrder { from_block: u64::MAX, ..order.clone() }, "out of range"),
+        ] {
+            assert!(with(wrong, true).unwrap_err().contains(why), "{why}");
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use quoin_api::control;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{
     AcquireEpochRequest, AgentEvent, GoesBy, NodeAssignment, ReplicaProgress,
@@ -35,7 +36,7 @@ use crate::dial::{Dials, Reach};
 use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
 use crate::relay::{Destination, Relays};
 use crate::requested_devices::RequestedDevices;
-use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
+use crate::shard::{Ask, FeedProgress, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::shares::Shares;
 use crate::standing::{Holder, Openers, Port};
 use crate::verification::verification;
@@ -244,6 +245,7 @@ impl Control {
                     verify: assigned.verify,
                     client: assigned.client,
                     sharers: assigned.sharers.clone(),
+                    feed: assigned.feed,
                 }))),
             }
         }
@@ -654,19 +656,19 @@ impl Control {
             let (answer, status) = oneshot::channel();
             shard.send(Input::Status(answer));
             let Ok(Ok(volumes)) = tokio::time::timeout(CALL_MAX, status).await else { continue };
-            for (id, status) in volumes {
-                ids.push(id);
+            for (id, status, progress) in volumes {
+                ids.push((id, progress));
                 standing.push((self.name_of(id), status));
             }
         }
         // The metrics are updated before the report, because the controller may not answer.
         self.options.metrics.stand(&standing);
         let mut notices = self.notices.take();
-        for (id, (_, status)) in ids.into_iter().zip(&standing) {
+        for ((id, progress), (_, status)) in ids.into_iter().zip(&standing) {
             let (ours, others): (Vec<_>, Vec<_>) =
                 notices.into_iter().partition(|n| n.volume == id.to_string());
             notices = others;
-            self.report_one(id, status, ours).await;
+            self.report_one(id, status, progress, ours).await;
         }
         // Notices of volumes that are not served any more; reported with another one's report.
         self.notices.restore(notices);
@@ -679,7 +681,9 @@ impl Control {
             let (answer, status) = oneshot::channel();
             shard.send(Input::Status(answer));
             match tokio::time::timeout(STATUS_MAX, status).await {
-                Ok(Ok(volumes)) => unclosed.extend(volumes.iter().map(|(id, _)| self.name_of(*id))),
+                Ok(Ok(volumes)) => {
+                    unclosed.extend(volumes.iter().map(|(id, ..)| self.name_of(*id)))
+                }
                 Ok(Err(_)) => {}
                 Err(_) => unclosed.push(format!("all of shard {n}, which hangs")),
             }
@@ -709,7 +713,13 @@ impl Control {
         }
     }
 
-    async fn report_one(&self, id: VolumeId, status: &PrimaryStatus, notices: Vec<Notice>) {
+    async fn report_one(
+        &self,
+        id: VolumeId,
+        status: &PrimaryStatus,
+        feed: Option<FeedProgress>,
+        notices: Vec<Notice>,
+    ) {
         let epoch = status.epoch;
         let device = self.devices.state(id);
         let locked = if self.waits_for_key(id) { WAITS_FOR_KEY } else { "" };
@@ -755,6 +765,13 @@ impl Control {
                 desired_consistency_factor: status.desired.cf.into(),
                 newcomers: guids(status.desired.newcomers.iter().map(|n| n.member)),
                 leaving: guids(status.desired.leaving.iter().copied()),
+            }),
+            content_lsn: status.content_lsn.0,
+            feed: feed.map(|feed| control::FeedProgress {
+                order: Some(feed.order.to_message()),
+                taken_to: feed.taken_to,
+                stable_to: feed.stable_to,
+                fed: feed.is_fed,
             }),
         });
         request.set_timeout(CALL_MAX);

@@ -1,6 +1,8 @@
 //! The history socket: the content of snapshots, as it is stored, to programs of this host
 //! ([`quoin_wire::history`]).
 //!
+//! What a volume holds goes from here ([`Wanted`]), and what a copy is to hold comes in ([`crate::feed`]).
+//!
 //! A stream is read by a thread of its own, from the target to its client and nowhere else, so the controller
 //! has no byte of it to carry. The next part is asked of the volume's shard before the last one is written to
 //! the client. The state machine gives the pace ([`ChangesRequest`]), as for a rebuild.
@@ -28,7 +30,7 @@ const WANTED_WITHIN: Duration = Duration::from_secs(5);
 /// Time for a client to take a part.
 const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 /// Time for an answer. A volume that is served answers within it, also where replicas are passed over.
-const ANSWERED_WITHIN: Duration = Duration::from_secs(20);
+pub(crate) const ANSWERED_WITHIN: Duration = Duration::from_secs(20);
 /// Pause before a part is asked for again where others are read.
 const AGAIN: Duration = Duration::from_millis(20);
 
@@ -77,6 +79,7 @@ fn answer_one(control: &Control, stream: &mut UnixStream) -> Result<(), WireErro
     stream.set_write_timeout(Some(TAKEN_WITHIN)).map_err(failed)?;
     let wanted = match Message::read(stream)? {
         Some(Message::Wanted(wanted)) => wanted,
+        Some(Message::Feed(feed)) => return crate::feed::serve(control, stream, feed),
         Some(_) => return Err(WireError::Malformed("first frame of a stream")),
         None => return Ok(()),
     };
@@ -150,6 +153,11 @@ impl Pulls {
     pub fn insert(&mut self, pull: Pull) -> ChangesRequest {
         self.0.insert(pull.request.token, pull.answer);
         pull.request
+    }
+
+    /// The volume is not served now: the streams are told at once.
+    pub fn end(&mut self) {
+        self.0.clear();
     }
 
     pub fn give_up(&mut self, token: u64) {

@@ -265,6 +265,7 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
         verify: None,
         client: 0,
         sharers: Vec::new(),
+        feed: None,
         seed: 1,
     })));
     let mut client = Nbd::connect(&socket);

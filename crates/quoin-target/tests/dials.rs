@@ -78,6 +78,7 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
             verify: None,
             client: 0,
             sharers: Vec::new(),
+            feed: None,
             seed: n,
         })));
     }

@@ -267,6 +267,7 @@ fn limits_and_durability_of_an_open_volume_change_with_its_next_assignment() {
             verify: None,
             client: 0,
             sharers: Vec::new(),
+            feed: None,
         })));
         eventually("the options are in force", || target.status().options_version == version);
     };
@@ -301,6 +302,7 @@ fn limits_and_durability_of_an_open_volume_change_with_its_next_assignment() {
         verify: None,
         client: 0,
         sharers: Vec::new(),
+        feed: None,
     })));
     client.write(0, &[4; 4096]);
     assert_eq!(target.status().options_version, 2);

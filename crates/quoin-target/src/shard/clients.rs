@@ -11,7 +11,7 @@ use quoin_types::block::{BlockError, DeviceInfo, Frontend, Operation, Reply, Req
 use quoin_types::{ClientId, Time, VolumeId};
 
 use super::sources::{Slot, Sources};
-use super::{Shard, Volume};
+use super::{Shard, Volume, feeding};
 use crate::assignment::Sharer;
 use crate::client::{Client, SharedUse, Turn, User};
 use crate::listen::Socket;
@@ -73,7 +73,7 @@ pub(super) struct Export {
     pub(super) version: u64,
     /// Other nodes that are let in.
     pub(super) sharers: Vec<Sharer>,
-    tokens: Tokens,
+    pub(super) tokens: Tokens,
 }
 
 impl Export {
@@ -580,6 +580,10 @@ impl Shard {
     pub(super) fn reply(&mut self, id: VolumeId, mut reply: Reply) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         let Some(origin) = volume.export.tokens.redeem(reply.token) else { return };
+        if origin.client == feeding::CLIENT {
+            volume.feeding.replied(origin.token, reply.result.is_ok());
+            return self.touch(id);
+        }
         let Some(Slot::Client(client)) = self.sources.slots.get_mut(&origin.client) else { return };
         reply.result = volume.sealing.open(origin.offset, reply.result);
         self.reports.metrics.clients.replied(

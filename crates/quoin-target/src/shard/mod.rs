@@ -7,6 +7,7 @@
 //! nothing.
 
 mod clients;
+mod feeding;
 mod links;
 mod memory;
 mod sealing;
@@ -38,14 +39,17 @@ use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 
-use crate::assignment::Sharer;
+use crate::assignment::{FeedOrder, Sharer};
 use crate::commands::{Answer, Command};
 use crate::dial::{Dialler, Dials, Undialled};
+use crate::feed::FeedInput;
 use crate::history::{Pull, Pulls};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use crate::standing::Openers;
 use clients::Export;
+pub use feeding::FeedProgress;
+use feeding::Feeding;
 use links::{LinkName, Links};
 use sealing::Sealing;
 use snapshots::Wished;
@@ -86,12 +90,17 @@ pub enum Input {
     Pull(VolumeId, Pull),
     /// The stream that asked for this part does not wait for it any more.
     PullGivenUp(VolumeId, u64),
-    Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
+    /// A stream of the history socket into a copy.
+    Feed(VolumeId, FeedInput),
+    Status(tokio::sync::oneshot::Sender<Vec<Told>>),
     /// Keep the leases of idle volumes too, or no more.
     KeepLeases(bool),
     /// Close all volumes, then end.
     Shutdown,
 }
+
+/// State of a volume, and of the transfer that it takes.
+pub type Told = (VolumeId, PrimaryStatus, Option<FeedProgress>);
 
 /// Outcome of a request for an epoch.
 pub enum Grant {
@@ -127,6 +136,8 @@ pub struct VolumeSetup {
     pub client: u64,
     /// Other nodes that use it.
     pub sharers: Vec<Sharer>,
+    /// As in [`Assigned`](crate::assignment::Assigned).
+    pub feed: Option<FeedOrder>,
     /// Seed of incarnations: random, never repeated.
     pub seed: u64,
 }
@@ -156,6 +167,7 @@ pub struct VolumeUpdate {
     pub verify: Option<VerifyOrder>,
     pub client: u64,
     pub sharers: Vec<Sharer>,
+    pub feed: Option<FeedOrder>,
 }
 
 /// Requests of a shard to the control thread.
@@ -215,6 +227,7 @@ struct Volume {
     stage: Stage,
     wished: Wished,
     pulls: Pulls,
+    feeding: Feeding,
     sealing: Sealing,
     timer_key: u64,
     touched: bool,
@@ -474,8 +487,11 @@ impl Shard {
                     volume.pulls.give_up(token);
                 }
             }
+            Input::Feed(volume, input) => self.feed(volume, input),
             Input::Status(answer) => {
-                let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
+                let told =
+                    |(id, v): (&VolumeId, &Volume)| (*id, v.target.status(), v.feeding.progress());
+                let all = self.volumes.iter().map(told).collect();
                 // The caller may have stopped waiting.
                 let _ = answer.send(all);
             }
@@ -497,7 +513,7 @@ impl Shard {
     fn open(&mut self, now: Time, setup: VolumeSetup) {
         let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
         let VolumeSetup { replicas, desired, verify, seed, options_version, .. } = setup;
-        let VolumeSetup { is_encrypted, key, client, sharers, .. } = setup;
+        let VolumeSetup { is_encrypted, key, client, sharers, feed, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -513,6 +529,7 @@ impl Shard {
         let throttle = Throttle::new(now, limits);
         let throttle = throttle.map(|it| (it, self.sources.insert(Slot::Throttle(id))));
         let options = LiveOptions::of(&config, options_version);
+        let feeding = Feeding::new(feed, config.read_only);
         let mut target = Primary::new(now, config, seed);
         let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
@@ -530,6 +547,7 @@ impl Shard {
             stage: Stage::default(),
             wished: Wished::default(),
             pulls: Pulls::default(),
+            feeding,
             sealing: Sealing::new(is_encrypted, key.as_ref()),
             timer_key,
             touched: false,
@@ -562,6 +580,7 @@ impl Shard {
         self.release(now, id);
         self.change_options(now, id, update.options);
         self.order(now, id, update.desired, update.verify);
+        self.order_feed(id, update.feed, read_only);
         self.serve(id, socket.as_deref());
         if update.key.is_none()
             && let Some(volume) = self.volumes.get_mut(&id)
@@ -717,7 +736,13 @@ impl Shard {
             while let Some(id) = self.unfinished.volumes.pop() {
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.touched = false;
+                    if volume.feed_on(now, &mut self.actions) {
+                        self.reports.ask(Ask::Changed);
+                    }
                     volume.target.flush(now, &mut self.actions);
+                    if !volume.target.is_serving() {
+                        volume.pulls.end();
+                    }
                     self.count_retained(id);
                     self.act(id);
                 }
@@ -773,6 +798,7 @@ impl Shard {
             volume.stage.note(&note);
             volume.stage.served
         });
+        self.note_feed(id, &note);
         if let PrimaryNote::Snapshot { id: snapshot, outcome } = note {
             self.answer_snapshot(id, snapshot, outcome);
         }

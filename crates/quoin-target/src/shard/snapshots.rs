@@ -64,9 +64,10 @@ impl Shard {
 
     /// Asks for a part that a stream wants. Dropped, its answer says that the volume is not served here.
     pub(super) fn pull(&mut self, now: Time, id: VolumeId, pull: Pull) {
-        let Some(volume) = self.volumes.get_mut(&id).filter(|volume| volume.stage.served) else {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if !volume.target.is_serving() {
             return;
-        };
+        }
         let request = volume.pulls.insert(pull);
         self.event(now, id, PrimaryEvent::Changes(request));
     }

@@ -59,6 +59,7 @@ pub(super) fn setup() -> VolumeSetup {
         verify: None,
         client: 0,
         sharers: Vec::new(),
+        feed: None,
         seed: 1,
     }
 }
@@ -249,6 +250,7 @@ fn a_volume_that_becomes_read_only_keeps_no_client_that_was_told_otherwise() {
         desired: Default::default(),
         verify: None,
         sharers: vec![sharer.clone()],
+        feed: None,
     };
     shard.update(now(), update(false));
     assert_eq!(connected(&shard), ["-", "own", "s"]);

@@ -257,6 +257,7 @@ impl RunningTarget {
             verify: None,
             client: 0,
             sharers: Vec::new(),
+            feed: None,
             seed: Instant::now().elapsed().as_nanos() as u64
                 ^ std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
         })));
