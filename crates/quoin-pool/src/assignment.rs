@@ -46,8 +46,12 @@ const RECORD_BYTES_MAX: usize = 64 << 10;
 /// Returns true if what a replica is to keep about its volume is news against what it keeps. A
 /// controller with an older record than the one that was told last must not take that away.
 pub fn is_news(kept: &[u8], told: &[u8]) -> bool {
-    let generation = |bytes| control::Keepsake::decode(bytes).map_or(0, |k| k.generation);
     kept != told && generation(told) >= generation(kept)
+}
+
+/// Generation of the record in what a replica keeps about its volume; 0: it has none.
+pub fn generation(kept: &[u8]) -> u64 {
+    control::Keepsake::decode(kept).map_or(0, |keepsake| keepsake.generation)
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -82,6 +86,8 @@ pub struct ReplicaState {
     pub is_clone: bool,
     /// A target's lease on it lives.
     pub hears_target: bool,
+    /// Generation of the record of its volume that is on media; 0: none.
+    pub record_generation: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -222,6 +228,7 @@ impl ReplicaState {
                 true => control::replica_report::Hearing::Hears.into(),
                 false => control::replica_report::Hearing::Silent.into(),
             },
+            record_generation: self.record_generation,
         }
     }
 }

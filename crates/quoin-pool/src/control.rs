@@ -452,6 +452,7 @@ mod tests {
             repaired: 0,
             is_clone: false,
             hears_target: false,
+            record_generation: 0,
         };
         let mut told = Told::new();
         let mut report = |(now, is_partial): (&[ReplicaState], bool), is_open: bool, is_taken| {
@@ -475,6 +476,12 @@ mod tests {
         assert_eq!(report(one, true, true), (false, 1, 0), "the last was not taken");
         assert_eq!(report(one, false, true), (false, 1, 0), "it opens");
         assert_eq!(report((&closed, true), false, true), (false, 2, 0), "it opens still");
+        let recorded = [ReplicaState { record_generation: 4, ..replica(2, "closed") }];
+        assert_eq!(
+            report((&recorded, true), true, true),
+            (true, 1, 0),
+            "another record is on media"
+        );
     }
 
     #[tokio::test]

@@ -11,9 +11,10 @@ use quoin_store::{Cloned, ReplicaPool};
 use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, ReplicaId, Time, VolumeId};
 
+use super::disk::Syncs;
 use super::{FULL, FULL_BELOW, RING_FULL, Shard};
 use crate::assignment::{
-    Assignment, AssignmentChange, Fence, PoolState, ReplicaState, Wanted, is_news,
+    Assignment, AssignmentChange, Fence, PoolState, ReplicaState, Wanted, generation, is_news,
 };
 use crate::facts::PoolFacts;
 use crate::held::{Held as HeldReplica, Holdings};
@@ -60,6 +61,7 @@ pub(super) struct Held {
     pub(super) used: bool,
     /// Created but not on media before this ticket is done.
     pub(super) born: SyncTicket,
+    pub(super) record: Recorded,
     pub(super) repairs: Repairs,
     /// When the disk last refused what a session needs.
     pub(super) refused_at: Option<Time>,
@@ -67,16 +69,55 @@ pub(super) struct Held {
     pub(super) room_told: u64,
 }
 
+/// Generation of the record that a replica keeps about its volume.
+#[derive(Clone, Copy)]
+pub(super) struct Recorded {
+    /// Counts until the ticket is done.
+    former: u64,
+    last: u64,
+    ticket: SyncTicket,
+}
+
+impl Recorded {
+    fn of(kept: &[u8], ticket: SyncTicket) -> Self {
+        Self { former: 0, last: generation(kept), ticket }
+    }
+
+    fn becomes(&mut self, told: &[u8], ticket: SyncTicket, syncs: &Syncs) {
+        let former = self.on_media(syncs);
+        *self = Self { former, last: generation(told), ticket };
+    }
+
+    fn is_on_media(&self, syncs: &Syncs) -> bool {
+        syncs.covers(self.ticket)
+    }
+
+    fn on_media(&self, syncs: &Syncs) -> u64 {
+        if self.is_on_media(syncs) { self.last } else { self.former }
+    }
+}
+
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn hold(&mut self, now: Time, guid: ReplicaGuid, born: SyncTicket) {
         let cookie = self.parts.witness.cookie(self.pool.cookie());
         let Some(store) = self.pool.replica(guid) else { return };
         let replica = Replica::new(now, cookie, &store);
+        let record = Recorded::of(&store.identity().volume_spec, born);
         drop(store);
         let (timer_key, repairs) = (self.connections.key(), Repairs::default());
         let room_told = self.room_changes;
         let (touched, used, refused_at) = (false, false, None);
-        let held = Held { replica, timer_key, touched, used, born, repairs, refused_at, room_told };
+        let held = Held {
+            replica,
+            timer_key,
+            touched,
+            used,
+            born,
+            record,
+            repairs,
+            refused_at,
+            room_told,
+        };
         self.replicas.insert(guid, held);
         if !self.disk.syncs.covers(born) {
             self.replicas.untold = Some(born);
@@ -240,7 +281,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             return;
         }
         match self.pool.describe(guid, told.clone()) {
-            Ok(()) => drop(self.pool.request_sync()),
+            Ok(()) => {
+                let ticket = self.pool.request_sync();
+                if let Some(held) = self.replicas.get_mut(guid) {
+                    held.record.becomes(told, ticket, &self.disk.syncs);
+                }
+                self.replicas.untold = Some(ticket);
+            }
             Err(StoreError::Io(fault)) => self.fail(StoreError::Io(fault)),
             Err(error) => tracing::warn!(%guid, %error, "an older description of it is kept"),
         }
@@ -311,8 +358,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 is_making = true;
                 self.replicas.get_mut(guid);
             } else if let Some(state) = self.replica_state(now, guid) {
-                if state.hears_target {
-                    // The end of its lease is no event, and a takeover waits for the word of it.
+                let held = self.replicas.get(guid);
+                let is_recording =
+                    held.is_some_and(|held| !held.record.is_on_media(&self.disk.syncs));
+                if state.hears_target || is_recording {
+                    // The end of its lease is no event, and a takeover waits for the word of it. Nor
+                    // is the end of a sync one.
                     self.replicas.get_mut(guid);
                 }
                 replicas.push(state);
@@ -370,6 +421,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             repaired: held.repairs.mended(),
             is_clone,
             hears_target: held.replica.hears_target(now),
+            record_generation: held.record.on_media(&self.disk.syncs),
         })
     }
 }
@@ -386,6 +438,7 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         used_bytes: 0,
         bad_blocks: 0,
         hears_target: false,
+        record_generation: 0,
         repaired: 0,
         is_clone: false,
     }

@@ -64,6 +64,36 @@ fn the_controller_is_told_of_a_creation_and_of_a_deletion_once_they_are_on_media
 }
 
 #[test]
+fn a_record_that_a_replica_keeps_is_told_of_once_it_is_on_media_and_after_a_start() {
+    use prost::Message as _;
+    let dir = tempfile::tempdir().unwrap();
+    let disk = new_disk();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    let keeps = |generation| {
+        let keepsake =
+            quoin_api::control::Keepsake { record: vec![generation as u8; 9], generation };
+        let mut wanted = wanted(1, Phase::Init, 64);
+        wanted.identity.volume_spec = keepsake.encode_to_vec().into();
+        wanted
+    };
+    let told = |process: &Process, all| {
+        let state = state_of(process, all);
+        state.replicas.iter().map(|replica| replica.record_generation).collect::<Vec<u64>>()
+    };
+    process.send(Input::Assign(Assignment(vec![keeps(4)])));
+    eventually("it is made", || (told(&process, true) == [4]).then_some(()));
+    assert!(told(&process, false).is_empty());
+    change(&process, vec![keeps(6)], &[]);
+    eventually("the replica is told of", || (told(&process, false) == [6]).then_some(()));
+    change(&process, vec![keeps(5)], &[]);
+    assert_eq!(told(&process, true), [6], "an older record takes nothing away");
+    process.stop();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    eventually("it is opened", || (told(&process, true) == [6]).then_some(()));
+    process.stop();
+}
+
+#[test]
 fn between_reports_of_all_replicas_those_that_were_used_are_told_of_alone() {
     let dir = tempfile::tempdir().unwrap();
     let process = Process::start(&new_disk(), &dir.path().join(WITNESS_FILE));
