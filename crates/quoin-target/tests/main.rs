@@ -4,5 +4,6 @@ mod support;
 
 mod bulk;
 mod dials;
+mod feeding;
 mod sessions;
 mod volume;

@@ -130,7 +130,16 @@ mod tests {
     const TRANSFER: Transfer = Transfer { point: PointId(2), base: Some(PointId(1)) };
 
     fn slot(place: u64) -> Slot {
-        Slot { transfer: TRANSFER, token: 9, stream: 1, from: 3, place, span: 1, sums: [5, 5], end: None }
+        Slot {
+            transfer: TRANSFER,
+            token: 9,
+            stream: 1,
+            from: 3,
+            place,
+            span: 1,
+            sums: [5, 5],
+            end: None,
+        }
     }
 
     #[test]
