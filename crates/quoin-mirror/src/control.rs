@@ -7,6 +7,7 @@ use std::time::Duration;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{MirrorAssignment, MirrorReport, WatchMirrorRequest};
 use quoin_identity::{ClusterId, Contact, SourceAddress, TermChannel};
+use quoin_types::ids::GroupId;
 use tokio::sync::watch;
 use tonic::Status;
 
@@ -16,6 +17,8 @@ use crate::Shared;
 const REPORT_EVERY: Duration = Duration::from_secs(1);
 /// Between attempts to reach a controller that is away.
 const RETRY: Duration = Duration::from_millis(500);
+/// Messages of peers that come within it go by one report.
+const GATHER: Duration = Duration::from_millis(20);
 const CALL_MAX: Duration = Duration::from_secs(5);
 
 pub(crate) struct Control {
@@ -55,7 +58,7 @@ impl Control {
         Ok(())
     }
 
-    fn obey(&self, message: MirrorAssignment) {
+    fn obey(&self, mut message: MirrorAssignment) {
         let shared = &self.shared;
         let mut peers = Vec::new();
         for peer in &message.peers {
@@ -74,6 +77,16 @@ impl Control {
             }
         }
         shared.contacts.keep(&peers);
+        shared.outbox.keep(&peers);
+        for said in std::mem::take(&mut message.messages) {
+            let (peer, group) = (said.peer_cluster_id.parse(), said.group_id.parse::<GroupId>());
+            match (peer, group) {
+                (Ok(peer), Ok(group)) if peers.contains(&peer) => {
+                    shared.outbox.push(peer, group.0, said.body.into());
+                }
+                _ => tracing::debug!(peer = said.peer_cluster_id, "a message has nobody to go to"),
+            }
+        }
         let own = message.own.clone().unwrap_or_default();
         shared.own.send_if_modified(|said| {
             let is_news = *said != own;
@@ -104,22 +117,29 @@ impl Control {
             let assigned = shared.assignment.borrow().peers.clone();
             let peers = shared.contacts.report(&assigned);
             shared.options.metrics.show(&peers);
+            let (messages, messages_end) = shared.inbox.first();
             let mut request = tonic::Request::new(MirrorReport {
                 mirror: shared.options.name.clone(),
                 address: self.address().unwrap_or_default(),
                 version: env!("CARGO_PKG_VERSION").into(),
                 leaving,
                 peers: peers.clone(),
+                node: shared.options.node.clone(),
+                messages,
+                sent: Vec::new(),
             });
             request.set_timeout(CALL_MAX);
             let told = AgentClient::new(self.channel.clone()).report_mirror(request).await;
+            let was_taken = told.is_ok();
             match told {
                 // A refusal of the whole report, as of its address, says nothing of the introductions.
                 Ok(_) => {
                     shared.contacts.told(&peers);
+                    shared.inbox.took(messages_end);
                     shared.options.metrics.health.set("reports", None);
                 }
                 Err(status) => {
+                    shared.inbox.failed();
                     shared.options.metrics.health.set("reports", Some(status.message().to_owned()));
                     tracing::debug!(%status, "a report was not taken");
                 }
@@ -127,8 +147,17 @@ impl Control {
             if leaving {
                 return;
             }
+            let said = async {
+                // After a failure nothing is said before the interval is over.
+                if !was_taken {
+                    std::future::pending::<()>().await;
+                }
+                shared.inbox.news().await;
+                tokio::time::sleep(GATHER).await;
+            };
             tokio::select! {
                 () = tokio::time::sleep(REPORT_EVERY) => {}
+                () = said => {}
                 _ = shutdown.wait_for(|down| *down) => {}
             }
         }

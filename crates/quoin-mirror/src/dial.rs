@@ -10,7 +10,6 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::Shared;
-use crate::frame::Frame;
 use crate::link::exchange;
 
 /// Pauses between attempts, the first and the longest.
@@ -92,23 +91,18 @@ async fn link_to(shared: &Shared, peer: ClusterId, address: &str) -> Result<Stri
     let config = config.map_err(|error| error.to_string())?;
     let connected = foreign::connect(address, config).await;
     let (stream, holder, key) = connected.map_err(|error| error.to_string())?;
-    let contacts = &shared.contacts;
     let is_trusted = || shared.trusted.still_trusts(&holder, &key);
     let mut is_linked = false;
     let take = |frame| {
         // The other side refuses a stranger after the handshake: only a frame proves that it did not.
         if !is_linked {
             is_linked = true;
-            contacts.linked(peer, address);
+            shared.contacts.linked(peer, address);
         }
-        contacts.heard(peer);
-        if let Frame::Hello(said) = frame
-            && said.cluster_id == peer.to_string()
-        {
-            contacts.said(peer, said);
-        }
+        shared.hear(peer, frame);
     };
-    let ended = exchange(stream, shared.own.subscribe(), is_trusted, take).await;
+    let place = shared.outbox.link(peer, true);
+    let ended = exchange(stream, shared.own.subscribe(), place, is_trusted, take).await;
     match is_linked {
         true => Ok(ended),
         false => Err(format!(

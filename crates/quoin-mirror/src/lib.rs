@@ -15,6 +15,7 @@ mod dial;
 mod frame;
 mod link;
 mod listen;
+mod messages;
 pub mod metrics;
 
 use std::net::SocketAddr;
@@ -22,12 +23,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use quoin_api::control::{MirrorAssignment, PeerIntroduction};
-use quoin_identity::{Contact, Identity, JoinRequest, Role, TrustedPeers};
+use quoin_identity::{ClusterId, Contact, Identity, JoinRequest, Role, TrustedPeers};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use contacts::Contacts;
 use control::Control;
+use frame::Frame;
+use messages::{Inbox, Outbox};
 use metrics::Metrics;
 
 /// Options of a mirror.
@@ -46,6 +49,10 @@ pub struct Options {
     /// host:port that peers are told; none: the listening one, on the address by which the controller is
     /// reached where it listens on every address.
     pub advertise: Option<String>,
+    /// Name of the node whose target runs on this host.
+    pub node: String,
+    /// Run directory of that target, with its history socket.
+    pub run_dir: PathBuf,
     /// Metrics of the caller, who serves them.
     pub metrics: Metrics,
 }
@@ -72,9 +79,26 @@ pub(crate) struct Shared {
     pub identity: Identity,
     pub trusted: Arc<TrustedPeers>,
     pub contacts: Contacts,
+    /// Messages of controllers: for peers, and of peers.
+    pub outbox: Outbox,
+    pub inbox: Inbox,
     /// Statement of this cluster about itself; empty before the controller has answered.
     pub own: watch::Sender<PeerIntroduction>,
     pub assignment: watch::Sender<Arc<MirrorAssignment>>,
+}
+
+impl Shared {
+    /// Notes a frame that came by a link from a mirror of a peer.
+    pub fn hear(&self, peer: ClusterId, frame: Frame) {
+        self.contacts.heard(peer);
+        match frame {
+            Frame::Hello(said) if said.cluster_id == peer.to_string() => {
+                self.contacts.said(peer, said);
+            }
+            Frame::Group { group, body } => self.inbox.push(peer, group, body),
+            Frame::Hello(_) | Frame::Ping | Frame::Other(_) => {}
+        }
+    }
 }
 
 /// Runs until `shutdown`.
@@ -95,6 +119,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         identity,
         trusted: Arc::default(),
         contacts: Contacts::default(),
+        outbox: Outbox::default(),
+        inbox: Inbox::default(),
         own: watch::Sender::default(),
         assignment: watch::Sender::default(),
         options,

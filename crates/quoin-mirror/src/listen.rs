@@ -8,7 +8,6 @@ use quoin_identity::{Caller, IncomingLimits, serve_incoming};
 use tokio::net::TcpListener;
 use tonic::transport::server::Connected;
 
-use crate::frame::Frame;
 use crate::link::exchange;
 use crate::{Error, Shared};
 
@@ -41,15 +40,9 @@ pub(crate) fn serve(
             links.spawn(async move {
                 let peer = member.peer.cluster;
                 let is_trusted = || shared.trusted.still_trusts(&member.peer, &member.key_hash);
-                let take = |frame| {
-                    shared.contacts.heard(peer);
-                    if let Frame::Hello(said) = frame
-                        && said.cluster_id == peer.to_string()
-                    {
-                        shared.contacts.said(peer, said);
-                    }
-                };
-                let why = exchange(stream, shared.own.subscribe(), is_trusted, take).await;
+                let take = |frame| shared.hear(peer, frame);
+                let place = shared.outbox.link(peer, false);
+                let why = exchange(stream, shared.own.subscribe(), place, is_trusted, take).await;
                 tracing::debug!(%peer, why, "a link of a peer ended");
             });
         }

@@ -22,6 +22,12 @@ pub struct MirrorOptions {
     /// which the controller is reached].
     #[arg(long, value_name = "HOST:PORT")]
     advertise: Option<String>,
+    /// The node whose target runs on this host [default: the mirror's own name].
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+    /// Run directory of that target: volumes are read and written by its sockets there.
+    #[arg(long, value_name = "DIRECTORY", default_value = "/run/quoin")]
+    run: PathBuf,
     #[command(flatten)]
     member: MemberOptions,
     #[command(flatten)]
@@ -33,13 +39,16 @@ pub fn run(options: MirrorOptions) -> Result<()> {
     let (shown, health) = (metrics.clone(), metrics.health.clone());
     let source = Source::new(move || shown.render(), move || health.check());
     super::run(&options.role, source, |shutdown| async move {
+        let name = options.member.name_of(&options.state);
         let mirror = quoin_mirror::Options {
-            name: options.member.name_of(&options.state),
+            node: options.node.unwrap_or_else(|| name.clone()),
+            name,
             join: options.member.join_request(Role::Mirror, &options.state)?,
             identity: options.state,
             controller: options.member.controller,
             listen: options.listen,
             advertise: options.advertise,
+            run_dir: options.run,
             metrics,
         };
         Ok(quoin_mirror::run(mirror, shutdown).await?)
