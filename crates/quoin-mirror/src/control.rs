@@ -126,7 +126,7 @@ impl Control {
                 peers: peers.clone(),
                 node: shared.options.node.clone(),
                 messages,
-                sent: Vec::new(),
+                sent: shared.book.report(),
             });
             request.set_timeout(CALL_MAX);
             let told = AgentClient::new(self.channel.clone()).report_mirror(request).await;

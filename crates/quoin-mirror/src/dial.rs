@@ -47,7 +47,7 @@ pub(crate) async fn keep_links(shared: Arc<Shared>) {
     }
 }
 
-fn peers(assigned: &MirrorAssignment) -> BTreeMap<u128, &PeerIntroduction> {
+pub(crate) fn peers(assigned: &MirrorAssignment) -> BTreeMap<u128, &PeerIntroduction> {
     let parsed = |peer: &PeerIntroduction| peer.cluster_id.parse::<ClusterId>().ok();
     assigned.peers.iter().filter_map(|peer| Some((parsed(peer)?.0, peer))).collect()
 }

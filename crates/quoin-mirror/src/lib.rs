@@ -4,7 +4,11 @@
 //! trust ([`control`]), and it tells the controller what it hears. The mirror that leads links to each peer
 //! ([`dial`]); every mirror lets those of peers in ([`listen`]). Both ends of a link do the same
 //! ([`link`]): they introduce themselves, say what changes, and ping. So addresses, keys and authorities
-//! that change on one side are known on the other without anybody's doing.
+//! that change on one side are known on the other without anybody's doing. A link carries what the controllers
+//! of both clusters say to each other ([`messages`]).
+//!
+//! The content of volumes goes by connections of their own ([`stream`]), from each mirror whose target serves
+//! a volume to the one whose target serves the copy; no byte of it crosses a controller.
 //!
 //! A mirror trusts a foreign authority for mirrors of that authority's own cluster alone
 //! ([`quoin_identity::TrustedPeers`]).
@@ -17,13 +21,16 @@ mod link;
 mod listen;
 mod messages;
 pub mod metrics;
+mod stream;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use quoin_api::control::{MirrorAssignment, PeerIntroduction};
 use quoin_identity::{ClusterId, Contact, Identity, JoinRequest, Role, TrustedPeers};
+use quoin_types::ids::VolumeId;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
@@ -32,6 +39,7 @@ use control::Control;
 use frame::Frame;
 use messages::{Inbox, Outbox};
 use metrics::Metrics;
+use stream::{Bandwidth, Book, Open, Places};
 
 /// Options of a mirror.
 #[derive(Clone, Debug)]
@@ -82,6 +90,14 @@ pub(crate) struct Shared {
     /// Messages of controllers: for peers, and of peers.
     pub outbox: Outbox,
     pub inbox: Inbox,
+    /// Transfers that are sent.
+    pub book: Book,
+    pub places: Arc<Places>,
+    pub bandwidth: Bandwidth,
+    /// Address that took each volume last.
+    pub worked: Mutex<BTreeMap<VolumeId, String>>,
+    /// Streams of peers that are taken.
+    pub open: Open,
     /// Statement of this cluster about itself; empty before the controller has answered.
     pub own: watch::Sender<PeerIntroduction>,
     pub assignment: watch::Sender<Arc<MirrorAssignment>>,
@@ -121,6 +137,11 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         contacts: Contacts::default(),
         outbox: Outbox::default(),
         inbox: Inbox::default(),
+        book: Book::default(),
+        places: Arc::default(),
+        bandwidth: Bandwidth::default(),
+        worked: Mutex::default(),
+        open: Open::default(),
         own: watch::Sender::default(),
         assignment: watch::Sender::default(),
         options,
@@ -132,6 +153,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let mut tasks = tokio::task::JoinSet::new();
     tasks.spawn(listen::serve(shared.clone(), listener)?);
     tasks.spawn(dial::keep_links(shared.clone()));
+    tasks.spawn(stream::keep::keep_sending(shared.clone()));
     let (renewing, down) = (shared.clone(), shutdown.clone());
     tasks.spawn(async move {
         renewing.identity.keep_renewed(renewing.options.controller.clone(), down).await;

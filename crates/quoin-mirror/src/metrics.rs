@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
@@ -20,6 +21,10 @@ pub struct Metrics {
     registry: Arc<Registry>,
     heard: Family<Peer, Gauge>,
     linked: Family<Peer, Gauge>,
+    pub(crate) sent_bytes: Counter,
+    pub(crate) wire_bytes: Counter,
+    pub(crate) taken_bytes: Counter,
+    streams: Gauge,
     /// Faults of this mirror.
     pub health: Health,
 }
@@ -38,8 +43,26 @@ impl Default for Metrics {
         registry.register_with_unit("peer_heard", help, Unit::Seconds, heard.clone());
         let help = "1 while this mirror has a link to the peer";
         registry.register("peer_linked", help, linked.clone());
-        let health = Health::starting(&["controller"]);
-        Self { registry: Arc::new(registry), heard, linked, health }
+        let [sent_bytes, wire_bytes, taken_bytes] = [(); 3].map(|()| Counter::default());
+        let help = "Content of volumes that was sent to peers";
+        registry.register_with_unit("sent", help, Unit::Bytes, sent_bytes.clone());
+        let help = "Bytes of that on the wire, compressed where it gains something";
+        registry.register_with_unit("wire", help, Unit::Bytes, wire_bytes.clone());
+        let help = "Content of volumes that was taken from peers";
+        registry.register_with_unit("taken", help, Unit::Bytes, taken_bytes.clone());
+        let streams = Gauge::default();
+        let help = "Streams to and from peers that are open";
+        registry.register("streams", help, streams.clone());
+        Self {
+            registry: Arc::new(registry),
+            heard,
+            linked,
+            sent_bytes,
+            wire_bytes,
+            taken_bytes,
+            streams,
+            health: Health::starting(&["controller"]),
+        }
     }
 }
 
@@ -53,6 +76,12 @@ impl Metrics {
         text
     }
 
+    /// A stream is open until it is dropped.
+    pub(crate) fn stream(&self) -> OpenStream {
+        self.streams.inc();
+        OpenStream(self.streams.clone())
+    }
+
     /// Shows what is known of the peers now, and nothing of those of before.
     pub(crate) fn show(&self, peers: &[PeerContact]) {
         self.heard.clear();
@@ -64,5 +93,14 @@ impl Metrics {
             }
             self.linked.get_or_create(&peer).set((!contact.linked_to.is_empty()).into());
         }
+    }
+}
+
+/// One of the open streams.
+pub(crate) struct OpenStream(Gauge);
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.0.dec();
     }
 }
