@@ -31,7 +31,7 @@ const ALIVE: Duration = Duration::from_secs(3);
 #[derive(Default, Debug)]
 pub struct Outbox(Mutex<BTreeMap<u128, Peer>>);
 
-#[derive(Debug)]
+#[derive(Default, Debug)]
 struct Peer {
     queue: VecDeque<(u128, Bytes)>,
     bytes: usize,
@@ -46,18 +46,6 @@ struct Link {
     /// This mirror made it. A link that the peer's mirror made is used where there is no such one.
     is_dialled: bool,
     heard: Option<Instant>,
-}
-
-impl Default for Peer {
-    fn default() -> Self {
-        Self {
-            queue: VecDeque::new(),
-            bytes: 0,
-            links: Vec::new(),
-            links_made: 0,
-            news: watch::Sender::default(),
-        }
-    }
 }
 
 impl Peer {

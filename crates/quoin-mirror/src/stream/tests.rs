@@ -56,11 +56,11 @@ fn content(lba: u64) -> Option<Bytes> {
     }
     // Half of each block is noise, so that compression gains something and not everything.
     bytes[BLOCK_SIZE / 2..].fill(lba as u8);
-    (lba % 5 != 0).then(|| bytes.into())
+    (!lba.is_multiple_of(5)).then(|| bytes.into())
 }
 
 fn is_changed(lba: u64) -> bool {
-    lba % 7 != 0
+    !lba.is_multiple_of(7)
 }
 
 async fn put(stream: &mut (impl AsyncWrite + Unpin), message: &Message) -> bool {
