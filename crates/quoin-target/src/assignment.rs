@@ -56,11 +56,11 @@ pub struct Assigned {
     pub feed: Option<FeedOrder>,
 }
 
-/// Order to take the slots of a transfer.
+/// Order to take the slots of a transfer, or of none any more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FeedOrder {
-    pub transfer: Transfer,
-    pub token: u128,
+    /// The transfer and its token.
+    pub takes: Option<(Transfer, u128)>,
     /// Block at which the transfer goes on.
     pub from_block: u64,
     /// One that is lower than that of another order is late.
@@ -69,6 +69,10 @@ pub struct FeedOrder {
 
 impl FeedOrder {
     fn parse(order: &control::FeedOrder) -> Result<Self, String> {
+        let stamp = Stamp { term: order.term, version: order.version };
+        if order.token.is_empty() {
+            return Ok(Self { takes: None, from_block: 0, stamp });
+        }
         let point = id::<PointId>("point", &order.point_id)?;
         let base = Some(order.base_id.as_str()).filter(|base| !base.is_empty());
         let base = base.map(|base| id::<PointId>("base", base)).transpose()?;
@@ -81,22 +85,22 @@ impl FeedOrder {
         if order.from_block > VOLUME_BLOCKS_MAX {
             return Err(format!("block {} is out of range", order.from_block));
         }
-        Ok(Self {
-            transfer: Transfer { point, base },
-            token,
-            from_block: order.from_block,
-            stamp: Stamp { term: order.term, version: order.version },
-        })
+        let takes = Some((Transfer { point, base }, token));
+        Ok(Self { takes, from_block: order.from_block, stamp })
     }
 
     pub fn to_message(self) -> control::FeedOrder {
+        let (term, version) = (self.stamp.term, self.stamp.version);
+        let Some((transfer, token)) = self.takes else {
+            return control::FeedOrder { term, version, ..control::FeedOrder::default() };
+        };
         control::FeedOrder {
-            point_id: self.transfer.point.to_string(),
-            base_id: self.transfer.base.map(|base| base.to_string()).unwrap_or_default(),
-            token: format!("{:032x}", self.token),
+            point_id: transfer.point.to_string(),
+            base_id: transfer.base.map(|base| base.to_string()).unwrap_or_default(),
+            token: format!("{token:032x}"),
             from_block: self.from_block,
-            term: self.stamp.term,
-            version: self.stamp.version,
+            term,
+            version,
         }
     }
 }
@@ -498,7 +502,11 @@ mod tests {
         assert_eq!(feed.to_message(), order);
         let whole = control::FeedOrder { base_id: String::new(), ..order.clone() };
         let feed = with(whole.clone(), true).unwrap().feed.unwrap();
-        assert_eq!((feed.transfer.base, feed.to_message()), (None, whole));
+        let (transfer, _) = feed.takes.unwrap();
+        assert_eq!((transfer.base, feed.to_message()), (None, whole));
+        let none = control::FeedOrder { term: 3, version: 4, ..control::FeedOrder::default() };
+        let feed = with(none.clone(), true).unwrap().feed.unwrap();
+        assert_eq!((feed.takes, feed.to_message()), (None, none));
         assert!(with(order.clone(), false).unwrap_err().contains("open to clients"));
         let same = order.point_id.clone();
         for (wrong, why) in [

@@ -115,7 +115,7 @@ async fn references(cluster: &mut Cluster, volumes: &[String]) -> Result<Vec<Vol
     let mut references = Vec::new();
     for volume in volumes {
         let found = get_volume(cluster, volume).await?;
-        references.push(id_ref(&found).unwrap_or_default());
+        references.push(id_ref(&found.id));
     }
     Ok(references)
 }

@@ -97,11 +97,6 @@ impl Mirrors {
     }
 
     fn order_feed(&self, volume: VolumeId, order: FeedOrder) {
-        // The same transfer stays as it was ordered: its cursor is for the next target alone.
-        let same = self.state.mirrored.feed(volume);
-        if same.is_some_and(|same| same.token == order.token && !order.token.is_empty()) {
-            return;
-        }
         if self.state.mirrored.order_feed(volume, order) {
             self.state.tell_target(volume);
             self.tell_mirrors();

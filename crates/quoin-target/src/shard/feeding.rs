@@ -144,8 +144,8 @@ impl Feeding {
             return;
         }
         self.is_changed = true;
-        let named = |order: FeedOrder| (order.transfer, order.token);
-        let is_same = self.order.map(named) == order.map(named);
+        let takes = |order: FeedOrder| order.takes;
+        let is_same = self.order.and_then(takes) == order.and_then(takes);
         self.order = order;
         if !is_same {
             self.begin_anew(Refused::NotOrdered);
@@ -210,9 +210,9 @@ impl Feeding {
         self.flush = None;
         self.abandons = true;
         self.is_open = false;
-        if let Some(order) = &self.order {
+        if let Some((transfer, token)) = self.order.and_then(|order| order.takes) {
             self.feed = Feed::default();
-            self.feed.order(order.transfer, order.token, self.written_to);
+            self.feed.order(transfer, token, self.written_to);
         }
     }
 

@@ -79,9 +79,7 @@ fn read(
         let part = match Message::read(&mut stream)? {
             Some(Message::Part(part)) => part,
             Some(Message::Refused(refused)) => return Err(refused.into()),
-            Some(Message::Wanted(_)) => {
-                return Err(WireError::Malformed("frame of a stream").into());
-            }
+            Some(_) => return Err(WireError::Malformed("frame of a stream").into()),
             None => return Err(WireError::Closed.into()),
         };
         part.check()?;

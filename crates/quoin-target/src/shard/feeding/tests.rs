@@ -19,12 +19,12 @@ const HERE: Here = Here { is_serving: true, blocks: BLOCKS };
 type Waiting = Receiver<Result<Taken, Refused>>;
 
 fn order(transfer: Transfer, version: u64) -> FeedOrder {
-    FeedOrder { transfer, token: 9, from_block: 0, stamp: Stamp { term: 1, version } }
+    FeedOrder { takes: Some((transfer, 9)), from_block: 0, stamp: Stamp { term: 1, version } }
 }
 
 fn feed_of(order: &FeedOrder, from: u64) -> history::Feed {
-    let Transfer { point, base } = order.transfer;
-    history::Feed { volume: VolumeId(7), point, base, token: order.token, from }
+    let (Transfer { point, base }, token) = order.takes.unwrap();
+    history::Feed { volume: VolumeId(7), point, base, token, from }
 }
 
 /// Slots over these blocks: `None` is a hole, blocks in no pair are not named.
