@@ -394,7 +394,7 @@ impl Sent {
         // Of the rest some changed, by their number.
         match self.is_everything {
             true => self.to[block as usize].is_some(),
-            false => block % 3 != 0,
+            false => !block.is_multiple_of(3),
         }
     }
 
