@@ -63,7 +63,7 @@ pub struct FeedOrder {
     pub takes: Option<(Transfer, u128)>,
     /// Block at which the transfer goes on.
     pub from_block: u64,
-    /// One that is lower than that of another order is late.
+    /// Place in time: an order with a lower one than the last is late.
     pub stamp: Stamp,
 }
 

@@ -26,7 +26,7 @@ const SLOTS_WITHIN: Duration = Duration::from_secs(60);
 /// Most bytes of one write.
 const WRITE_BYTES_MAX: usize = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
 
-/// What became of slots; dropped without a word where the volume is not served any more.
+/// Way back to the stream that slots came from; dropped unused where the volume is not served any more.
 pub type Answer = SyncSender<Result<Taken, Refused>>;
 
 /// A stream that began: its number, which the target gives, and its first frame.

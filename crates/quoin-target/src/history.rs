@@ -1,7 +1,7 @@
 //! The history socket: the content of snapshots, as it is stored, to programs of this host
 //! ([`quoin_wire::history`]).
 //!
-//! What a volume holds goes from here ([`Wanted`]), and what a copy is to hold comes in ([`crate::feed`]).
+//! The first frame says which way a stream goes: from a volume ([`Wanted`]), or into a copy ([`crate::feed`]).
 //!
 //! A stream is read by a thread of its own, from the target to its client and nowhere else, so the controller
 //! has no byte of it to carry. The next part is asked of the volume's shard before the last one is written to

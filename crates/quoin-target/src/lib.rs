@@ -5,8 +5,8 @@
 //! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on
 //! helper threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or,
 //! where configured, over TCP ([`nbd_listener`]); so do other nodes that share a volume, while the
-//! sockets of volumes that are served elsewhere lead there ([`relay`]). Exports of snapshots have a socket of
-//! their own ([`history`]). The control thread (tokio)
+//! sockets of volumes that are served elsewhere lead there ([`relay`]). Exports of snapshots, and slots for
+//! copies of volumes of another cluster, have a socket of their own ([`history`], [`feed`]). The control thread (tokio)
 //! requests epochs and reports; no IO ever waits for it.
 
 pub mod assignment;

@@ -273,7 +273,7 @@ fn nothing_is_fed_that_is_not_ordered_and_an_order_that_ends_ends_its_stream() {
     assert_eq!(refused(FeedOrder { token: 8, ..order(base, 5) }), Refused::NotOrdered);
     assert_eq!(refused(order(None, 5)), Refused::NotOrdered);
     let mut mirror = Mirror::begun(&target, order(base, 5), 0);
-    // One that is late takes nothing away.
+    // A late order takes nothing away.
     copy.update(&target, Some(order(None, 4)));
     mirror.send(0, Some(10), &[range(1, 1, false)], &[7]);
     assert_eq!(mirror.taken().to, 10);

@@ -380,7 +380,7 @@ fn long_holes_are_cut_to_what_an_entry_may_cover_and_few_are_under_way() {
     assert_eq!(covered, blocks);
 }
 
-/// What is sent, and what was there.
+/// Content that is sent.
 #[derive(Clone, Debug)]
 struct Sent {
     to: Vec<Option<u8>>,
