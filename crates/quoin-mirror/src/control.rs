@@ -31,6 +31,44 @@ pub(crate) struct Control {
     pub bound: SocketAddr,
 }
 
+/// Takes an assignment as the present one, and the messages in it.
+pub(crate) fn obey(shared: &Shared, mut message: MirrorAssignment) {
+    let mut peers = Vec::new();
+    for peer in &message.peers {
+        let Ok(cluster) = peer.cluster_id.parse::<ClusterId>() else { continue };
+        let authorities = String::from_utf8_lossy(&peer.authorities_pem);
+        match shared.trusted.set(cluster, &authorities, &peer.key_hashes) {
+            Ok(()) => peers.push(cluster),
+            Err(error) => {
+                tracing::error!(peer = %cluster, %error, "a peer cannot be trusted");
+            }
+        }
+    }
+    for cluster in shared.trusted.clusters() {
+        if !peers.contains(&cluster) {
+            shared.trusted.remove(cluster);
+        }
+    }
+    shared.contacts.keep(&peers);
+    shared.outbox.keep(&peers);
+    for said in std::mem::take(&mut message.messages) {
+        let (peer, group) = (said.peer_cluster_id.parse(), said.group_id.parse::<GroupId>());
+        match (peer, group) {
+            (Ok(peer), Ok(group)) if peers.contains(&peer) => {
+                shared.outbox.push(peer, group.0, said.body.into());
+            }
+            _ => tracing::debug!(peer = said.peer_cluster_id, "a message has nobody to go to"),
+        }
+    }
+    let own = message.own.clone().unwrap_or_default();
+    shared.own.send_if_modified(|said| {
+        let is_news = *said != own;
+        *said = own;
+        is_news
+    });
+    shared.assignment.send_replace(Arc::new(message));
+}
+
 impl Control {
     /// Follows the assignments until `shutdown`; reconnects for ever.
     ///
@@ -52,48 +90,10 @@ impl Control {
             let (identity, rules) = (&shared.identity, !message.does_not_rule);
             let refused = |error: quoin_identity::Error| Status::unavailable(error.to_string());
             if identity.accept_controller_term(&message.term, rules).map_err(refused)? {
-                self.obey(message);
+                obey(&self.shared, message);
             }
         }
         Ok(())
-    }
-
-    fn obey(&self, mut message: MirrorAssignment) {
-        let shared = &self.shared;
-        let mut peers = Vec::new();
-        for peer in &message.peers {
-            let Ok(cluster) = peer.cluster_id.parse::<ClusterId>() else { continue };
-            let authorities = String::from_utf8_lossy(&peer.authorities_pem);
-            match shared.trusted.set(cluster, &authorities, &peer.key_hashes) {
-                Ok(()) => peers.push(cluster),
-                Err(error) => {
-                    tracing::error!(peer = %cluster, %error, "a peer cannot be trusted");
-                }
-            }
-        }
-        for cluster in shared.trusted.clusters() {
-            if !peers.contains(&cluster) {
-                shared.trusted.remove(cluster);
-            }
-        }
-        shared.contacts.keep(&peers);
-        shared.outbox.keep(&peers);
-        for said in std::mem::take(&mut message.messages) {
-            let (peer, group) = (said.peer_cluster_id.parse(), said.group_id.parse::<GroupId>());
-            match (peer, group) {
-                (Ok(peer), Ok(group)) if peers.contains(&peer) => {
-                    shared.outbox.push(peer, group.0, said.body.into());
-                }
-                _ => tracing::debug!(peer = said.peer_cluster_id, "a message has nobody to go to"),
-            }
-        }
-        let own = message.own.clone().unwrap_or_default();
-        shared.own.send_if_modified(|said| {
-            let is_news = *said != own;
-            *said = own;
-            is_news
-        });
-        shared.assignment.send_replace(Arc::new(message));
     }
 
     /// `None` before the controller was ever reached.

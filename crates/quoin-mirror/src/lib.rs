@@ -104,6 +104,24 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    pub fn new(options: Options, identity: Identity) -> Self {
+        Self {
+            identity,
+            trusted: Arc::default(),
+            contacts: Contacts::default(),
+            outbox: Outbox::default(),
+            inbox: Inbox::default(),
+            book: Book::default(),
+            places: Arc::default(),
+            bandwidth: Bandwidth::default(),
+            worked: Mutex::default(),
+            open: Open::default(),
+            own: watch::Sender::default(),
+            assignment: watch::Sender::default(),
+            options,
+        }
+    }
+
     /// Notes a frame that came by a link from a mirror of a peer.
     pub fn hear(&self, peer: ClusterId, frame: Frame) {
         self.contacts.heard(peer);
@@ -131,21 +149,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let listener = TcpListener::bind(options.listen).await.map_err(failed)?;
     let bound = listener.local_addr().map_err(failed)?;
     let (channel, source) = identity.controller_with_source(&options.controller)?;
-    let shared = Arc::new(Shared {
-        identity,
-        trusted: Arc::default(),
-        contacts: Contacts::default(),
-        outbox: Outbox::default(),
-        inbox: Inbox::default(),
-        book: Book::default(),
-        places: Arc::default(),
-        bandwidth: Bandwidth::default(),
-        worked: Mutex::default(),
-        open: Open::default(),
-        own: watch::Sender::default(),
-        assignment: watch::Sender::default(),
-        options,
-    });
+    let shared = Arc::new(Shared::new(options, identity));
     let contact = Contact::new(&shared.options.controller);
     let control = Arc::new(Control { shared: shared.clone(), channel, source, contact, bound });
     tracing::info!(mirror = shared.options.name, address = %bound, "letting mirrors of peers in");

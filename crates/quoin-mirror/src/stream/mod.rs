@@ -20,6 +20,8 @@ mod send;
 pub mod take;
 
 #[cfg(test)]
+mod between_clusters;
+#[cfg(test)]
 mod tests;
 
 use std::time::Duration;

@@ -122,7 +122,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // One that was given in the very moment counts too.
+        // A place that was given in the very moment counts too.
         let was_sent = self.given.as_mut().is_some_and(|given| given.try_recv().is_ok());
         self.change(|peer| {
             peer.waiting.remove(&self.who);

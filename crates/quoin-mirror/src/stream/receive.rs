@@ -72,7 +72,7 @@ pub async fn refuse(
         let mut passed = reader.take((IN_FLIGHT_MAX * super::frame::FRAME_BYTES_MAX) as u64);
         tokio::io::copy(&mut passed, &mut tokio::io::sink()).await.ok()
     };
-    // One that does not end the stream is left.
+    // A peer that does not end the stream is left.
     let _ = timeout(REASON_READ_WITHIN, told).await;
 }
 
@@ -117,6 +117,8 @@ where
     }
     let window = Semaphore::new(IN_FLIGHT_MAX);
     tokio::select! {
+        // A target says nothing where the peer does not: the peer is named first.
+        biased;
         end = pass(reader, &mut to_target, &window, hooks) => end,
         end = answer(&mut from_target, writer, &window) => end,
     }

@@ -141,7 +141,7 @@ impl Sender<'_> {
         let (mut packer, mut digest) = (Packer::default(), 0);
         loop {
             if (self.is_to_pause)() {
-                // What is on its way is waited for, so that nothing is sent again.
+                // Slots on their way are waited for, so that none is sent again.
                 let all = flight.window.acquire_many(IN_FLIGHT_MAX as u32).await;
                 return all.map(|_| Sent::Paused).map_err(lost);
             }

@@ -25,7 +25,7 @@ use super::{IN_FLIGHT_MAX, history};
 use crate::frame::Raw;
 use crate::metrics::Metrics;
 
-const TOKEN: u128 = 99;
+pub(super) const TOKEN: u128 = 99;
 /// Blocks of a part of the source.
 const PART_BLOCKS: u64 = 64;
 
@@ -69,7 +69,7 @@ async fn put(stream: &mut (impl AsyncWrite + Unpin), message: &Message) -> bool 
 }
 
 /// Target that reads a point of so many blocks.
-async fn source(mut stream: impl AsyncRead + AsyncWrite + Unpin, size_blocks: u64) {
+pub(super) async fn source(mut stream: impl AsyncRead + AsyncWrite + Unpin, size_blocks: u64) {
     let Ok(Message::Wanted(wanted)) = history::read(&mut stream).await else { panic!() };
     assert_eq!((wanted.volume, wanted.to, wanted.want_data), (VolumeId(3), SnapshotId(6), true));
     assert_eq!(wanted.from, Some(SnapshotId(7)));
@@ -91,10 +91,10 @@ async fn source(mut stream: impl AsyncRead + AsyncWrite + Unpin, size_blocks: u6
 
 /// Target of a copy: what it has outlasts its streams.
 #[derive(Default)]
-struct Copy {
+pub(super) struct Copy {
     blocks: Mutex<std::collections::BTreeMap<u64, Option<Bytes>>>,
-    to: AtomicU64,
-    is_fed: AtomicBool,
+    pub to: AtomicU64,
+    pub is_fed: AtomicBool,
     /// Slots that came and that it did not answer yet, and the most of them.
     waiting: AtomicUsize,
     waiting_max: AtomicUsize,
@@ -102,7 +102,7 @@ struct Copy {
 }
 
 impl Copy {
-    async fn take(&self, stream: impl AsyncRead + AsyncWrite + Unpin) {
+    pub async fn take(&self, stream: impl AsyncRead + AsyncWrite + Unpin) {
         let (mut reader, mut writer) = tokio::io::split(stream);
         let Ok(Message::Feed(feed)) = history::read(&mut reader).await else { return };
         assert_eq!((feed.point, feed.base), (PointId(4), Some(PointId(5))));
@@ -149,6 +149,10 @@ impl Copy {
         self.waiting.store(0, Ordering::Relaxed);
     }
 
+    pub fn slow() -> Arc<Self> {
+        Arc::new(Self { slow: Some(Duration::from_millis(200)), ..Self::default() })
+    }
+
     fn write(&self, part: &Part) {
         let mut data = part.blocks.iter();
         let mut blocks = self.blocks.lock().unwrap();
@@ -165,7 +169,7 @@ impl Copy {
         Taken { to, stable_to: to, is_fed: self.is_fed.load(Ordering::Relaxed) }
     }
 
-    fn assert_has(&self, size_blocks: u64) {
+    pub fn assert_has(&self, size_blocks: u64) {
         let changed: std::collections::BTreeMap<_, _> = (0..size_blocks)
             .filter(|lba| is_changed(*lba))
             .map(|lba| (lba, content(lba)))
