@@ -19,6 +19,8 @@ const REPORT_EVERY: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(500);
 /// Messages of peers that come within it go by one report.
 const GATHER: Duration = Duration::from_millis(20);
+/// Bytes of an assignment: all messages for one peer that are kept fit.
+const ASSIGNMENT_BYTES_MAX: usize = 16 << 20;
 const CALL_MAX: Duration = Duration::from_secs(5);
 
 pub(crate) struct Control {
@@ -81,7 +83,8 @@ impl Control {
 
     async fn follow_once(&self) -> Result<(), Status> {
         let shared = &self.shared;
-        let mut client = AgentClient::new(self.channel.clone());
+        let client = AgentClient::new(self.channel.clone());
+        let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
         let request = WatchMirrorRequest { mirror: shared.options.name.clone() };
         let mut assignments = client.watch_mirror(request).await?.into_inner();
         while let Some(message) = assignments.message().await? {

@@ -31,6 +31,9 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Addresses that are remembered, of volumes of which some may be sent no more.
 const REMEMBERED_MAX: usize = 4096;
 
+/// Words for a transfer that has no place yet.
+const WAITS: &str = "other transfers to this peer are sent first";
+
 /// Transfer that is kept, and its task, which may have done all of it.
 struct Kept {
     order: Sending,
@@ -103,13 +106,17 @@ async fn keep(shared: Arc<Shared>, order: Sending, progress: Arc<Progress>) {
     loop {
         let before = progress.cursor();
         if progress.message().is_empty() {
-            progress.says("other transfers to this peer are sent first".to_owned());
+            progress.says(WAITS.to_owned());
         }
         let place = shared.places.take(order.peer, order.group, order.volume.0).await;
+        if progress.message() == WAITS {
+            progress.says(String::new());
+        }
         let ended = attempt(&shared, &order, &progress, &bucket).await;
         drop(place);
         match ended {
             Ok(Sent::All) => {
+                progress.sent(order.size_blocks, 0, 0);
                 progress.says(String::new());
                 return;
             }

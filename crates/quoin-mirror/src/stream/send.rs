@@ -111,9 +111,11 @@ impl Sender<'_> {
         let (ahead, parts) = mpsc::channel(1);
         let flight = Flight { window: Semaphore::new(IN_FLIGHT_MAX), nexts: Mutex::default() };
         tokio::select! {
+            // The peer's own words come before those of a connection that it ended.
+            biased;
+            ended = self.hear(&mut reader, &flight) => ended,
             failed = self.read(source, wanted, ahead) => Err(Ended::Source(failed.to_string())),
             paused = self.feed(&mut writer, parts, cursor, &flight) => paused,
-            ended = self.hear(&mut reader, &flight) => ended,
         }
     }
 
