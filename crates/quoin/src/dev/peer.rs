@@ -16,6 +16,8 @@ use crate::client::{self, Cluster, refusal};
 pub const HERE: &str = "first";
 pub const THERE: &str = "second";
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Between two pairings.
+const AGAIN: Duration = Duration::from_secs(2);
 
 /// Pairs both clusters, unless they are, and waits until their mirrors hear each other.
 ///
@@ -28,7 +30,7 @@ pub async fn pair(
     began: Instant,
 ) -> Result<()> {
     let socket = Layout::at(&layout.peer()).admin_socket();
-    let mut is_paired = false;
+    let mut last = None::<Instant>;
     loop {
         let hopeless = |keeper: &&Keeper| {
             keeper.name == processes::PEER && (keeper.has_ended() || keeper.cannot_start())
@@ -42,8 +44,11 @@ pub async fn pair(
         if second.get_cluster_info(GetClusterInfoRequest {}).await.is_err() {
             continue;
         }
-        if !is_paired {
-            is_paired = introduce(cluster, &mut second, layout).await?;
+        if last.is_none_or(|last| last.elapsed() > AGAIN)
+            && !(knows(cluster).await? && knows(&mut second).await?)
+        {
+            introduce(cluster, &mut second, layout).await?;
+            last = Some(Instant::now());
         }
         if hears(cluster).await? && hears(&mut second).await? {
             return Ok(());
@@ -56,15 +61,16 @@ async fn hears(cluster: &mut Cluster) -> Result<bool> {
     Ok(answer.into_inner().peers.iter().any(|peer| peer.heard_ms.is_some_and(|ms| ms < 10_000)))
 }
 
-/// Returns true once they are peers.
-async fn introduce(first: &mut Cluster, second: &mut Cluster, layout: &Layout) -> Result<bool> {
-    let peers = first.list_peers(ListPeersRequest {}).await.map_err(refusal)?.into_inner().peers;
-    // The mirrors of both are to be known to the other side from the first moment.
-    if !peers.is_empty() {
-        return Ok(true);
-    }
-    let Ok(text) = std::fs::read(Layout::at(&layout.peer()).settings()) else { return Ok(false) };
-    let Ok(settings) = serde_json::from_slice::<Settings>(&text) else { return Ok(false) };
+/// Returns true if the addresses of the peer's mirrors are known: a pairing of before its mirrors said where
+/// they are is made again.
+async fn knows(cluster: &mut Cluster) -> Result<bool> {
+    let answer = cluster.list_peers(ListPeersRequest {}).await.map_err(refusal)?;
+    Ok(answer.into_inner().peers.iter().any(|peer| !peer.addresses.is_empty()))
+}
+
+async fn introduce(first: &mut Cluster, second: &mut Cluster, layout: &Layout) -> Result<()> {
+    let Ok(text) = std::fs::read(Layout::at(&layout.peer()).settings()) else { return Ok(()) };
+    let Ok(settings) = serde_json::from_slice::<Settings>(&text) else { return Ok(()) };
     let request = InvitePeerRequest {
         name: HERE.to_owned(),
         ttl_s: 300,
@@ -72,7 +78,9 @@ async fn introduce(first: &mut Cluster, second: &mut Cluster, layout: &Layout) -
     };
     let invitation = second.invite_peer(request).await.map_err(refusal)?.into_inner();
     let request = PairPeerRequest { token: invitation.token, name: THERE.to_owned() };
-    Ok(first.pair_peer(request).await.is_ok())
+    // The second controller may be starting still: it is tried again.
+    let _ = first.pair_peer(request).await;
+    Ok(())
 }
 
 /// Says how the second cluster is reached.
