@@ -34,6 +34,8 @@ pub type Answer = SyncSender<Result<Taken, Refused>>;
 pub struct Stream {
     pub number: u64,
     pub feed: Feed,
+    /// Block at which it begins.
+    pub from: u64,
 }
 
 /// Requests of a stream to the shard of its volume.
@@ -173,7 +175,7 @@ pub fn take(
             outcome
         });
         let answering = answering.map_err(failed)?;
-        let read = read_slots(stream, Stream { number, feed }, &passed_on, tell);
+        let read = read_slots(stream, Stream { number, feed, from: taken.to }, &passed_on, tell);
         drop(passed_on);
         let written = answering.join().unwrap_or(Err(WireError::Closed));
         written.and(read)
@@ -294,7 +296,7 @@ mod tests {
     fn served(held: usize, sent: &[Message]) -> (Vec<Message>, Result<(), WireError>) {
         let (mut ours, mut theirs) = UnixStream::pair().unwrap();
         let (volume, point) = (VolumeId(7), PointId(2));
-        let feed = Feed { volume, point, base: Some(PointId(1)), token: 9, from: 0 };
+        let feed = Feed { volume, point, base: Some(PointId(1)), token: 9 };
         let sent = sent.to_vec();
         let client = std::thread::spawn(move || {
             for message in &sent {

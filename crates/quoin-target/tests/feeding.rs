@@ -127,7 +127,7 @@ fn progress(target: &RunningTarget) -> Option<FeedProgress> {
 
 fn order(base: Option<PointId>, version: u64) -> FeedOrder {
     let transfer = Transfer { point: PointId(2), base };
-    FeedOrder { transfer, token: 9, from_block: 0, stamp: Stamp { term: 1, version } }
+    FeedOrder { takes: Some((transfer, 9)), from_block: 0, stamp: Stamp { term: 1, version } }
 }
 
 fn block(fill: u8) -> Block {
@@ -143,9 +143,9 @@ struct Mirror {
 }
 
 impl Mirror {
-    fn begin(target: &RunningTarget, order: FeedOrder, from: u64) -> (Self, Message) {
-        let Transfer { point, base } = order.transfer;
-        let feed = Feed { volume: VOLUME, point, base, token: order.token, from };
+    fn begin(target: &RunningTarget, order: FeedOrder) -> (Self, Message) {
+        let (Transfer { point, base }, token) = order.takes.unwrap();
+        let feed = Feed { volume: VOLUME, point, base, token };
         let (socket, mut theirs) = UnixStream::pair().unwrap();
         let handle = target.handle.clone();
         let serving = std::thread::spawn(move || {
@@ -157,8 +157,8 @@ impl Mirror {
         (mirror, answer)
     }
 
-    fn begun(target: &RunningTarget, order: FeedOrder, from: u64) -> Self {
-        let (mirror, answer) = Self::begin(target, order, from);
+    fn begun(target: &RunningTarget, order: FeedOrder) -> Self {
+        let (mirror, answer) = Self::begin(target, order);
         assert!(matches!(answer, Message::Taken(_)), "{answer:?}");
         mirror
     }
@@ -202,7 +202,7 @@ fn a_volume_whose_key_is_not_here_is_fed_with_what_is_stored_and_holes_read_as_z
     let target = copy.lent(Some(everything));
     let opened = target.status();
     assert_eq!(opened.content_lsn.next(), opened.last.lsn, "its first view changed nothing");
-    let mut mirror = Mirror::begun(&target, everything, 0);
+    let mut mirror = Mirror::begun(&target, everything);
     let many: Vec<u8> = (0..600).map(|n| n as u8).collect();
     mirror.send(0, Some(10), &[range(1, 2, false)], &[7, 8]);
     mirror.send(10, Some(2001), &[range(100, 600, false), range(2000, 1, true)], &many);
@@ -216,7 +216,7 @@ fn a_volume_whose_key_is_not_here_is_fed_with_what_is_stored_and_holes_read_as_z
     assert_eq!(told, FeedProgress { order: everything, taken_to, stable_to, is_fed: true });
     let status = target.status();
     assert!(status.stable >= status.content_lsn && status.content_lsn > opened.content_lsn);
-    let (_, answer) = Mirror::begin(&target, everything, BLOCKS);
+    let (_, answer) = Mirror::begin(&target, everything);
     assert_eq!(answer, Message::Taken(Taken { to: BLOCKS, stable_to: BLOCKS, is_fed: true }));
     target.stop();
 
@@ -235,7 +235,7 @@ fn a_stream_goes_on_where_the_last_one_broke_also_at_another_target() {
     let copy = Copy::new();
     let base = Some(PointId(1));
     let target = copy.lent(Some(order(base, 1)));
-    let mut mirror = Mirror::begun(&target, order(base, 1), 0);
+    let mut mirror = Mirror::begun(&target, order(base, 1));
     mirror.send(0, Some(10), &[range(1, 2, false)], &[7, 8]);
     assert_eq!(mirror.taken().to, 10);
     mirror.send(10, Some(20), &[range(11, 1, false)], &[3]);
@@ -243,9 +243,8 @@ fn a_stream_goes_on_where_the_last_one_broke_also_at_another_target() {
     // It may have met the end of the stream with an answer in its hands.
     let _ = mirror.serving.join().unwrap();
     eventually("what came is written", || progress(&target).unwrap().taken_to == 20);
-    let (_, answer) = Mirror::begin(&target, order(base, 1), 21);
-    assert_eq!(answer, Message::Refused(Refused::OutOfOrder));
-    let mut mirror = Mirror::begun(&target, order(base, 1), 20);
+    let (mut mirror, answer) = Mirror::begin(&target, order(base, 1));
+    assert_eq!(answer, Message::Taken(Taken { to: 20, stable_to: 0, is_fed: false }));
     mirror.send(20, None, &[], &[]);
     assert!(mirror.taken().is_fed);
     target.stop();
@@ -253,7 +252,7 @@ fn a_stream_goes_on_where_the_last_one_broke_also_at_another_target() {
     // Another use begins where its order says.
     let again = FeedOrder { from_block: 20, ..order(base, 2) };
     let target = copy.lent(Some(again));
-    let mut mirror = Mirror::begun(&target, again, 20);
+    let mut mirror = Mirror::begun(&target, again);
     mirror.send(20, None, &[], &[]);
     assert_eq!(mirror.taken(), Taken { to: BLOCKS, stable_to: BLOCKS, is_fed: true });
     target.stop();
@@ -264,15 +263,16 @@ fn nothing_is_fed_that_is_not_ordered_and_an_order_that_ends_ends_its_stream() {
     let copy = Copy::new();
     let base = Some(PointId(1));
     let target = copy.lent(None);
-    let refused = |order: FeedOrder| match Mirror::begin(&target, order, 0).1 {
+    let refused = |order: FeedOrder| match Mirror::begin(&target, order).1 {
         Message::Refused(refused) => refused,
         other => panic!("{other:?}"),
     };
     assert_eq!(refused(order(base, 1)), Refused::NotOrdered);
     copy.update(&target, Some(order(base, 5)));
-    assert_eq!(refused(FeedOrder { token: 8, ..order(base, 5) }), Refused::NotOrdered);
+    let wrong = order(base, 5).takes.map(|(transfer, _)| (transfer, 8));
+    assert_eq!(refused(FeedOrder { takes: wrong, ..order(base, 5) }), Refused::NotOrdered);
     assert_eq!(refused(order(None, 5)), Refused::NotOrdered);
-    let mut mirror = Mirror::begun(&target, order(base, 5), 0);
+    let mut mirror = Mirror::begun(&target, order(base, 5));
     // A late order takes nothing away.
     copy.update(&target, Some(order(None, 4)));
     mirror.send(0, Some(10), &[range(1, 1, false)], &[7]);
@@ -283,7 +283,7 @@ fn nothing_is_fed_that_is_not_ordered_and_an_order_that_ends_ends_its_stream() {
     assert_eq!(mirror.answer(), Message::Refused(Refused::NotOrdered));
     target.stop();
     let gone = copy.target();
-    let (_, answer) = Mirror::begin(&gone, order(base, 5), 0);
+    let (_, answer) = Mirror::begin(&gone, order(base, 5));
     assert_eq!(answer, Message::Refused(Refused::NotServed), "there is no such volume");
     gone.stop();
 }
@@ -295,7 +295,7 @@ fn bytes_that_were_changed_and_slots_behind_the_end_are_refused_and_not_written(
     let target = copy.lent(Some(order(base, 1)));
     let before = target.status().content_lsn;
     let send = |slots: Slots| {
-        let mut mirror = Mirror::begun(&target, order(base, 1), 0);
+        let mut mirror = Mirror::begun(&target, order(base, 1));
         Message::Slots(slots).write(&mut mirror.socket).unwrap();
         mirror.answer()
     };
@@ -320,7 +320,7 @@ fn a_volume_that_lost_its_pools_answers_neither_streams_nor_pulls_as_if_it_had_t
     let mut copy = Copy::new();
     let base = Some(PointId(1));
     let target = copy.lent(Some(order(base, 1)));
-    let mut mirror = Mirror::begun(&target, order(base, 1), 0);
+    let mut mirror = Mirror::begun(&target, order(base, 1));
     mirror.send(0, Some(10), &[range(1, 1, false)], &[7]);
     assert_eq!(mirror.taken().to, 10);
     copy.pools.drain(..).for_each(|pool| drop(pool.stop()));
@@ -330,7 +330,7 @@ fn a_volume_that_lost_its_pools_answers_neither_streams_nor_pulls_as_if_it_had_t
     assert!(progress(&target).unwrap().taken_to <= 10);
     let never = copy.target();
     never.handle.send(Input::Open(Box::new(copy.setup(Some(order(base, 1))))));
-    let (_, answer) = Mirror::begin(&never, order(base, 1), 0);
+    let (_, answer) = Mirror::begin(&never, order(base, 1));
     assert_eq!(answer, Message::Refused(Refused::NotServed));
     let (answer, part) = std::sync::mpsc::sync_channel::<ChangesAnswer>(1);
     let request = ChangesRequest { token: 1, from: None, to: None, cursor: 0, want_data: false };
@@ -351,7 +351,7 @@ fn a_volume_with_its_key_here_takes_stored_bytes_as_they_are() {
     let setup = VolumeSetup { key: Some(key), ..copy.setup(Some(order(base, 1))) };
     target.handle.send(Input::Open(Box::new(setup)));
     eventually("it serves", || target.status().serving);
-    let mut mirror = Mirror::begun(&target, order(base, 1), 0);
+    let mut mirror = Mirror::begun(&target, order(base, 1));
     mirror.send(0, None, &[range(3, 1, false)], &[5]);
     assert!(mirror.taken().is_fed);
     target.stop();

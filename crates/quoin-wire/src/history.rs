@@ -7,8 +7,8 @@
 //! are the same from whatever target they come, as both snapshots are fixed.
 //!
 //! A stream into a copy begins with [`Feed`], which names the transfer that the target was ordered to take. It
-//! is answered with [`Taken`], and so is each of the [`Slots`] that follow, in the order of their blocks, once what
-//! it holds is written. The last of them has the digest over all that the stream sent, and its answer says that
+//! is answered with [`Taken`], which says where the stream begins, and so is each of the [`Slots`] that follow, in
+//! the order of their blocks, once what it holds is written. The last of them has the digest over all that the stream sent, and its answer says that
 //! everything is on stable media.
 //!
 //! Each block comes with the checksum under which it is stored, and [`Part::check`] holds it against that.
@@ -72,8 +72,6 @@ pub struct Feed {
     pub base: Option<PointId>,
     /// That of the order.
     pub token: u128,
-    /// Block at which the stream begins.
-    pub from: u64,
 }
 
 /// Content of the blocks from a place on, up to that of the next slots.
@@ -223,7 +221,6 @@ impl Message {
                 out.put_u128_le(feed.point.0);
                 put_optional(out, feed.base.map(|id| id.0));
                 out.put_u128_le(feed.token);
-                out.put_u64_le(feed.from);
                 kind::HISTORY_FEED
             }
             Message::Slots(slots) => {
@@ -278,7 +275,6 @@ impl Message {
                 point: PointId(head.u128("history frame")?),
                 base: optional(&mut head)?.map(PointId),
                 token: head.u128("history frame")?,
-                from: head.u64("history frame")?,
             }),
             kind::HISTORY_SLOTS => {
                 let place = head.u64("history frame")?;

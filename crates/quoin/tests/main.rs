@@ -37,6 +37,7 @@ mod limits;
 mod listeners;
 mod lost_records;
 mod members;
+mod mirrors;
 mod modifying;
 mod namespaces;
 mod nbd_tcp;

@@ -55,7 +55,8 @@ pub fn fence_for(
     let nodes = volume.attachments.drain(..).map(|attachment| attachment.node).collect();
     volume.used.end(volume.opened.epoch);
     volume.opened.owner = None;
-    fence(volume, true, term)?;
+    // Its target may close it meanwhile: what opens it next waits for no lease then.
+    fence(volume, false, term)?;
     let epoch = volume.opened.epoch;
     if let Some(mirror) = &mut volume.mirror {
         (mirror.fence, mirror.fenced_epoch, mirror.is_fenced) =

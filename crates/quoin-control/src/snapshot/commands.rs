@@ -261,6 +261,8 @@ impl Commands {
         }
         let change = |snapshot: &mut SnapshotRecord| Ok(snapshot.made(cut));
         let updated = self.state.snapshots.records.update(&snapshot.name(), change).await?;
+        // Points of mirrors come every few seconds.
+        let updated = updated.filter(|(snapshot, _)| snapshot.point.is_none());
         if let Some((snapshot, true)) = updated {
             let message = format!(
                 "snapshot {:?}: {}, as of LSN {}",

@@ -29,8 +29,6 @@ pub struct Begin {
     pub base: Option<PointId>,
     /// That of the receiver's order.
     pub token: u128,
-    /// Block at which the sender goes on.
-    pub cursor: u64,
 }
 
 /// Slots of a history socket, as one frame of it.
@@ -67,7 +65,6 @@ impl Frame {
                 head.put_flag(begin.base.is_some());
                 head.put_u128_le(begin.base.map_or(0, |base| base.0));
                 head.put_u128_le(begin.token);
-                head.put_u64_le(begin.cursor);
                 kind::BEGIN
             }
             Frame::Slots(packed) => {
@@ -146,9 +143,9 @@ fn begin(body: &mut Reader) -> Result<Begin, Malformed> {
         (false, 0) => None,
         (false, _) => return Err(Malformed("base")),
     };
-    let (token, cursor) = (body.u128("token")?, body.u64("cursor")?);
+    let token = body.u128("token")?;
     body.end("begin of a stream")?;
-    Ok(Begin { group, volume, point, base, token, cursor })
+    Ok(Begin { group, volume, point, base, token })
 }
 
 fn slots(body: &mut Reader) -> Result<Packed, Malformed> {
@@ -185,7 +182,6 @@ mod tests {
             point: PointId(3),
             base: Some(PointId(4)),
             token: u128::MAX,
-            cursor: 6,
         };
         vec![
             Frame::Begin(begin),

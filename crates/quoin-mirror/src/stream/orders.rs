@@ -106,7 +106,7 @@ mod tests {
             token: hex(5),
         };
         let (volume, point) = (VolumeId(3), PointId(4));
-        let begin = Begin { group: 2, volume, point, base: None, token: 5, cursor: 9 };
+        let begin = Begin { group: 2, volume, point, base: None, token: 5 };
         let based = MirrorTake { base_id: hex(6), volume_id: hex(8), ..take.clone() };
         let takes = [based, take];
         let ask = |peer, begin: Begin| check(&takes, ClusterId(peer), &begin);

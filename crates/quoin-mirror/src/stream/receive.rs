@@ -96,8 +96,8 @@ where
         }
     };
     let (mut from_target, mut to_target) = tokio::io::split(target);
-    let Begin { volume, point, base, token, cursor, .. } = *begin;
-    let feed = Message::Feed(Feed { volume, point, base, token, from: cursor });
+    let Begin { volume, point, base, token, .. } = *begin;
+    let feed = Message::Feed(Feed { volume, point, base, token });
     let begun = async {
         history::write(&mut to_target, &history::encode(&feed)?).await?;
         history::read(&mut from_target).await

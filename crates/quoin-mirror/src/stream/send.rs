@@ -86,8 +86,7 @@ impl Sender<'_> {
     {
         let (mut reader, mut writer) = tokio::io::split(peer);
         let Sending { group, volume, point, base, token, .. } = *self.order;
-        let cursor = self.progress.cursor();
-        let begin = Begin { group, volume, point, base, token, cursor };
+        let begin = Begin { group, volume, point, base, token };
         Frame::Begin(begin).write(&mut writer).await.map_err(lost)?;
         let begun = timeout(BEGUN_WITHIN, Frame::read(&mut reader)).await;
         let begun = begun.map_err(|_| lost("the peer's mirror does not answer"))?;
@@ -103,7 +102,8 @@ impl Sender<'_> {
         if taken.is_fed {
             return Ok(Sent::All);
         }
-        let cursor = cursor.min(taken.to);
+        // Nothing before that is missing there, whatever was recorded of it.
+        let cursor = taken.to;
         self.progress.begun(cursor);
         let source = open().await.map_err(|error| Ended::Source(error.to_string()))?;
         let Sending { since, snapshot, .. } = *self.order;

@@ -405,7 +405,6 @@ async fn a_sender_that_sends_rubbish_or_nothing_is_ended_with_words() {
             point: PointId(4),
             base: Some(PointId(5)),
             token: TOKEN,
-            cursor: 0,
         };
         let sending = async {
             Frame::Begin(begin).write(&mut one).await.unwrap();

@@ -223,9 +223,6 @@ impl Feeding {
     /// Begins a stream; returns its number.
     fn begin(&mut self, here: Here, feed: &history::Feed) -> Result<(u64, Taken), Refused> {
         self.check(here, feed)?;
-        if feed.from > self.written_to {
-            return Err(Refused::OutOfOrder);
-        }
         if !self.slots.is_empty() {
             // They come again, as they count nowhere yet.
             self.end_stream(Refused::OutOfOrder);
@@ -282,7 +279,8 @@ impl Feeding {
         }
         // The last ones may be empty, behind the last block.
         let next = came.next.unwrap_or(here.blocks.max(came.place + 1));
-        let history::Feed { point, base, token, from, .. } = stream.feed;
+        let history::Feed { point, base, token, .. } = stream.feed;
+        let from = stream.from;
         let slot = feed::Slot {
             transfer: Transfer { point, base },
             token,

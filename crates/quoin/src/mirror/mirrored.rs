@@ -21,6 +21,8 @@ use crate::size::{parse_rate, show_size};
 /// Between two requests for what goes on, and between two lines about it.
 const AGAIN: Duration = Duration::from_millis(200);
 const REPORT_EVERY: Duration = Duration::from_secs(3);
+/// Time in which a word of the other side comes.
+const HEARD_WITHIN: Duration = Duration::from_secs(3);
 
 #[derive(Args)]
 pub struct EnableOptions {
@@ -112,11 +114,11 @@ pub async fn enable(
     let view = MirrorView::from(mirror);
     output::print_one(format, &view, || {
         format!(
-            "{} {} is mirrored to {}, every {}: `quoin mirror status {0}` shows how far it is",
-            view.kind,
-            output::quoted(&view.name),
+            "{kind} {name} is mirrored to {}, every {}: `quoin mirror status {name}` shows how far it is",
             view.peer,
-            Time(view.interval_seconds)
+            Time(view.interval_seconds),
+            kind = view.kind,
+            name = output::quoted(&view.name),
         )
     })
 }
@@ -198,7 +200,13 @@ async fn patiently<T>(
             Ok(answer) => return Ok(answer.into_inner()),
             Err(status) => status,
         };
-        if status.code() != Code::Unavailable || began.elapsed() > client.timeout() {
+        // The other side may have changed its role a moment ago, and its word is on the way.
+        let passes = match status.code() {
+            Code::Unavailable => began.elapsed() <= client.timeout(),
+            Code::Aborted => began.elapsed() <= HEARD_WITHIN,
+            _ => false,
+        };
+        if !passes {
             return Err(refusal(status));
         }
         if reported.elapsed() >= REPORT_EVERY {
@@ -508,8 +516,11 @@ impl MirrorView {
             ("Role", format!("{}, in generation {}", self.role, self.generation)),
             ("Peer", format!("{} ({peer_role})", self.peer)),
             ("Health", self.health.clone()),
-            ("Synced at", self.synced_at.clone()),
-            ("Lag", self.lag()),
+            (
+                if self.role == "primary" { "Synced at" } else { "Last point" },
+                self.synced_at.clone(),
+            ),
+            (if self.role == "primary" { "Lag" } else { "Its age" }, self.lag()),
             ("A failover now", self.loss()),
             ("Every", format!("{}{paused}", Time(self.interval_seconds))),
             ("Transfer", transfer.unwrap_or_default()),

@@ -22,9 +22,9 @@ fn order(transfer: Transfer, version: u64) -> FeedOrder {
     FeedOrder { takes: Some((transfer, 9)), from_block: 0, stamp: Stamp { term: 1, version } }
 }
 
-fn feed_of(order: &FeedOrder, from: u64) -> history::Feed {
+fn feed_of(order: &FeedOrder) -> history::Feed {
     let (Transfer { point, base }, token) = order.takes.unwrap();
-    history::Feed { volume: VolumeId(7), point, base, token, from }
+    history::Feed { volume: VolumeId(7), point, base, token }
 }
 
 /// Slots over these blocks: `None` is a hole, blocks in no pair are not named.
@@ -59,7 +59,7 @@ struct Bench {
 impl Bench {
     fn new(transfer: Transfer) -> Self {
         let order = order(transfer, 1);
-        let stream = Stream { number: 0, feed: feed_of(&order, 0) };
+        let stream = Stream { number: 0, feed: feed_of(&order), from: 0 };
         let feeding = Feeding::new(Some(order), false);
         let volume = vec![0xee; BLOCKS as usize];
         Self { feeding, order, stream, digest: 0, volume, under_way: Vec::new() }
@@ -67,14 +67,14 @@ impl Bench {
 
     fn begun(transfer: Transfer) -> Self {
         let mut bench = Self::new(transfer);
-        bench.begin(0).unwrap();
+        bench.begin().unwrap();
         bench
     }
 
-    fn begin(&mut self, from: u64) -> Result<Taken, Refused> {
-        let feed = feed_of(&self.order, from);
+    fn begin(&mut self) -> Result<Taken, Refused> {
+        let feed = feed_of(&self.order);
         let (number, taken) = self.feeding.begin(HERE, &feed)?;
-        (self.stream, self.digest) = (Stream { number, feed }, 0);
+        (self.stream, self.digest) = (Stream { number, feed, from: taken.to }, 0);
         Ok(taken)
     }
 
@@ -159,7 +159,7 @@ fn slots_count_once_they_are_written_and_the_transfer_is_fed_once_it_is_on_stabl
     bench.reply(0, true);
     assert_eq!(last.try_recv(), Ok(Ok(Taken { to: 40, stable_to: 40, is_fed: true })));
     assert_eq!(bench.progress(), (40, 40, true));
-    assert_eq!(bench.begin(40), Ok(Taken { to: 40, stable_to: 40, is_fed: true }));
+    assert_eq!(bench.begin(), Ok(Taken { to: 40, stable_to: 40, is_fed: true }));
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn an_end_behind_the_last_block_ends_a_stream_that_goes_on_there() {
     let mut bench = Bench::begun(TRANSFER);
     drop(bench.next(0, Some(BLOCKS), &[(0, Some(1))]));
     bench.reply_all();
-    assert_eq!(bench.begin(BLOCKS).unwrap().to, BLOCKS);
+    assert_eq!(bench.begin().unwrap().to, BLOCKS);
     let last = bench.next(BLOCKS, None, &[]);
     bench.reply_all();
     assert!(last.try_recv().unwrap().unwrap().is_fed);
@@ -204,22 +204,20 @@ fn an_end_behind_the_last_block_ends_a_stream_that_goes_on_there() {
 fn nothing_is_taken_but_the_slots_of_the_stream_that_is_ordered() {
     let mut bench = Bench::new(TRANSFER);
     let begin = |bench: &mut Bench, here, feed| bench.feeding.begin(here, &feed).map(drop);
-    let feed = feed_of(&bench.order, 0);
+    let feed = feed_of(&bench.order);
     let away = Here { is_serving: false, ..HERE };
     assert_eq!(begin(&mut bench, away, feed), Err(Refused::NotServed));
     let wrong = history::Feed { token: 8, ..feed };
     assert_eq!(begin(&mut bench, HERE, wrong), Err(Refused::NotOrdered));
     let wrong = history::Feed { base: None, ..feed };
     assert_eq!(begin(&mut bench, HERE, wrong), Err(Refused::NotOrdered));
-    let wrong = history::Feed { from: 1, ..feed };
-    assert_eq!(begin(&mut bench, HERE, wrong), Err(Refused::OutOfOrder));
-    bench.begin(0).unwrap();
+    bench.begin().unwrap();
     let good = slots(0, Some(5), &[(1, Some(1))], None);
     let mut refused = |stream: Stream, slots: &Slots| {
         let came = Came::of(slots, stream.feed.base.is_none());
         bench.send_as(stream, came).try_recv().unwrap().unwrap_err()
     };
-    let stream = Stream { number: 1, feed };
+    let stream = Stream { number: 1, feed, from: 0 };
     let other = Stream { feed: history::Feed { token: 8, ..feed }, ..stream };
     assert_eq!(refused(other, &good), Refused::NotOrdered);
     assert_eq!(refused(Stream { number: 2, ..stream }, &good), Refused::OutOfOrder);
@@ -256,7 +254,7 @@ fn no_more_slots_than_a_few_are_held() {
 fn a_late_order_changes_nothing_and_another_one_or_none_ends_what_is_under_way() {
     let mut bench = Bench::new(TRANSFER);
     bench.feeding.order(Some(order(TRANSFER, 5)), false);
-    bench.begin(0).unwrap();
+    bench.begin().unwrap();
     let waiting = bench.next(0, Some(5), &[(1, Some(1))]);
     bench.submit();
     bench.feeding.order(Some(order(EVERYTHING, 4)), false);
@@ -273,7 +271,7 @@ fn a_late_order_changes_nothing_and_another_one_or_none_ends_what_is_under_way()
     assert_eq!(bench.feeding.progress(), None);
     bench.feeding.order(Some(order(TRANSFER, 6)), false);
     assert_eq!(bench.feeding.progress(), None, "the stamp is kept");
-    let feed = feed_of(&order(TRANSFER, 6), 0);
+    let feed = feed_of(&order(TRANSFER, 6));
     assert_eq!(bench.feeding.begin(HERE, &feed), Err(Refused::NotOrdered));
 }
 
@@ -284,7 +282,7 @@ fn a_request_that_failed_and_a_new_epoch_have_the_transfer_begin_anew() {
     bench.feeding.order(None, false);
     bench.feeding.order(Some(begin), false);
     for fails in [true, false] {
-        bench.begin(3).unwrap();
+        bench.begin().unwrap();
         drop(bench.next(3, Some(5), &[(4, Some(1))]));
         bench.reply_all();
         let waiting = bench.next(5, Some(6), &[(5, Some(1))]);
@@ -300,7 +298,7 @@ fn a_request_that_failed_and_a_new_epoch_have_the_transfer_begin_anew() {
             bench.reply(0, true);
         }
         assert_eq!(bench.progress(), (3, 3, false));
-        assert_eq!(bench.begin(5), Err(Refused::OutOfOrder));
+        assert_eq!(bench.begin().unwrap().to, 3);
     }
 }
 
@@ -311,8 +309,7 @@ fn a_stream_that_follows_another_one_begins_at_what_is_written_and_ends_that() {
     bench.reply_all();
     let (former, waiting) = (bench.stream, bench.next(5, Some(9), &[(6, Some(1))]));
     bench.submit();
-    assert_eq!(bench.begin(9), Err(Refused::OutOfOrder), "it is not written");
-    assert_eq!(bench.begin(5).unwrap().to, 5);
+    assert_eq!(bench.begin().unwrap().to, 5);
     assert_eq!(waiting.try_recv(), Ok(Err(Refused::OutOfOrder)));
     bench.reply(0, true);
     assert_eq!(bench.progress().0, 5);
@@ -444,7 +441,7 @@ proptest! {
                         place = sent.send(&mut bench, at);
                     } else if bench.feeding.slots.is_empty() {
                         let from = bench.progress().0;
-                        bench.begin(from).unwrap();
+                        bench.begin().unwrap();
                         place = Some(from);
                     }
                 }
@@ -456,7 +453,7 @@ proptest! {
                 }
                 16 => {
                     let from = bench.progress().0;
-                    bench.begin(from).unwrap();
+                    bench.begin().unwrap();
                     place = Some(from);
                 }
                 17 => {

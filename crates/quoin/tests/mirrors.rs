@@ -1,0 +1,303 @@
+//! Two clusters, of which one keeps copies of what the other one has: points, moves, disasters, and back.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use quoin_nbd::client::{Address, Client, ClientOptions};
+use serde_json::Value;
+
+use crate::common::dev::Dev;
+use crate::common::{Scratch, User, signal};
+use crate::support::block;
+
+const BLOCK: u64 = 4096;
+
+/// A cluster and its peer, each with one pool.
+struct Two {
+    dev: Dev,
+    second: User,
+    scratch: Scratch,
+}
+
+impl Two {
+    fn start(name: &str) -> Self {
+        let scratch = Scratch::new(name);
+        let directory = scratch.cluster();
+        let flags = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
+        let dev = Dev::start(&directory, &flags);
+        dev.wait_for_line("A second cluster is up");
+        let second = User {
+            admin_socket: directory.join("peer/run/admin.sock"),
+            logs: directory.join("peer/logs"),
+        };
+        Self { dev, second, scratch }
+    }
+
+    fn create(&self, name: &str, size: &str) {
+        self.dev.ok(&["volume", "create", name, "--size", size, "--replicas", "1"]);
+    }
+
+    fn enable(&self, of: &str) {
+        self.dev.ok(&["mirror", "enable", of, "--to", "second", "--every", "10s", "--wait"]);
+    }
+
+    fn directory(&self) -> &Path {
+        &self.dev.directory
+    }
+
+    /// Ends a process of the second cluster, or starts it again.
+    fn hold_second(&self, process: &str, is_held: bool) {
+        let hold = self.directory().join(format!("peer/run/hold-{process}"));
+        if !is_held {
+            return std::fs::remove_file(hold).unwrap();
+        }
+        std::fs::write(hold, "").unwrap();
+        let text = std::fs::read(self.directory().join("peer/run/processes.json")).unwrap();
+        let pids: BTreeMap<String, i64> = serde_json::from_slice(&text).unwrap();
+        signal(pids[process], "KILL");
+    }
+
+    fn stop(self) {
+        self.dev.stop();
+        drop(self.scratch);
+    }
+}
+
+fn client(user: &User, volume: &str) -> Client {
+    let mut address = String::new();
+    user.eventually("the volume is attached", || {
+        let output = user.quoin(&["volume", "attach", volume, "--nbd"]);
+        address = String::from_utf8(output.stdout).unwrap().trim().to_owned();
+        output.status.success().then_some(())
+    });
+    let socket = address.split_once("socket=").unwrap().1.to_owned();
+    user.eventually("the volume is served", || {
+        Client::connect(ClientOptions::new(Address::Unix(socket.clone().into()))).ok()
+    })
+}
+
+fn detach(user: &User, volume: &str, client: Client) {
+    drop(client);
+    user.ok(&["volume", "detach", volume]);
+}
+
+fn status(user: &User, of: &str) -> Value {
+    user.json(&["mirror", "status", of])
+}
+
+fn wait_for_role(user: &User, of: &str, role: &str) {
+    let mut last = Value::Null;
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(90) {
+        last = status(user, of);
+        if last["role"] == role {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    user.show_logs();
+    panic!("{of} is not {role}: {last:#}");
+}
+
+fn refused(user: &User, arguments: &[&str]) -> String {
+    let output = user.quoin(arguments);
+    assert!(!output.status.success(), "{arguments:?} was not refused");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+/// Writes these versions of blocks, each acknowledged.
+fn write(client: &Client, blocks: &[(u64, u64)]) {
+    for (lba, version) in blocks {
+        client.write(lba * BLOCK, block(*lba, *version).into(), false).unwrap();
+    }
+    client.flush().unwrap();
+}
+
+#[track_caller]
+fn assert_holds(client: &Client, blocks: &[(u64, u64)]) {
+    let newest: BTreeMap<u64, u64> = blocks.iter().copied().collect();
+    for (lba, version) in newest {
+        let found = client.read(lba * BLOCK, BLOCK as u32).unwrap();
+        assert!(found[..] == block(lba, version)[..], "block {lba} has not version {version}");
+    }
+}
+
+fn some(from: u64, count: u64, version: u64) -> Vec<(u64, u64)> {
+    (from..from + count).map(|lba| (lba * 7 % 4096, version)).collect()
+}
+
+/// Proves that a planned move loses nothing, in both directions, and that a copy is nobody's but the mirror's.
+#[test]
+fn a_volume_moves_to_the_other_cluster_and_back_with_every_acknowledged_write() {
+    let two = Two::start("mirror-move");
+    let (first, second) = (&two.dev, &two.second);
+    two.create("db", "64MiB");
+    let here = client(first, "db");
+    let mut written = some(0, 300, 1);
+    write(&here, &written);
+    two.enable("db");
+    assert_eq!(status(second, "db")["role"], "secondary");
+
+    // A copy is published, changed and deleted by nobody.
+    let published = refused(second, &["volume", "attach", "db", "--nbd"]);
+    assert!(published.contains("copy") && published.contains("promote"), "{published}");
+    let grown = refused(second, &["volume", "resize", "db", "--size", "128MiB"]);
+    assert!(grown.contains("copy"), "{grown}");
+    let cut = refused(second, &["snapshot", "create", "db"]);
+    assert!(cut.contains("copy"), "{cut}");
+    second.ok(&["volume", "delete", "db", "--yes"]);
+    second.ok(&["mirror", "disable", "db"]);
+    assert_eq!(status(second, "db")["role"], "secondary", "a clean-up changes nothing");
+    let mirrored = refused(first, &["volume", "delete", "db", "--yes"]);
+    assert!(mirrored.contains("detach") || mirrored.contains("mirror disable"), "{mirrored}");
+    let live = refused(second, &["mirror", "promote", "db"]);
+    assert!(live.contains("demote"), "{live}");
+    let used = refused(first, &["mirror", "demote", "db"]);
+    assert!(used.contains("unpublish") && used.contains("--force"), "{used}");
+
+    let more = some(100, 300, 2);
+    write(&here, &more);
+    written.extend(more);
+    detach(first, "db", here);
+    first.ok(&["mirror", "demote", "db"]);
+    first.ok(&["mirror", "demote", "db"]);
+    let promoted = second.ok(&["mirror", "promote", "db"]);
+    assert!(promoted.contains("primary here, in generation 2"), "{promoted}");
+    second.ok(&["mirror", "promote", "db"]);
+    assert_eq!(status(first, "db")["role"], "secondary");
+    let there = client(second, "db");
+    assert_holds(&there, &written);
+
+    // And back: the first cluster gets what changed alone.
+    let more = some(50, 200, 3);
+    write(&there, &more);
+    written.extend(more);
+    detach(second, "db", there);
+    second.ok(&["mirror", "demote", "db"]);
+    first.ok(&["mirror", "promote", "db"]);
+    let here = client(first, "db");
+    assert_holds(&here, &written);
+    detach(first, "db", here);
+
+    first.ok(&["mirror", "disable", "db"]);
+    wait_for_role(second, "db", "orphan");
+    assert!(refused(first, &["mirror", "status", "db"]).contains("not mirrored"));
+    second.ok(&["mirror", "promote", "db"]);
+    let there = client(second, "db");
+    detach(second, "db", there);
+    two.stop();
+}
+
+/// Proves that a promotion with force shows the last complete point, that the other side is then told to have
+/// diverged, and that a resync keeps what it discards.
+#[test]
+fn a_lost_cluster_is_replaced_at_its_last_point_and_comes_back_as_a_copy() {
+    let two = Two::start("mirror-disaster");
+    let (first, second) = (&two.dev, &two.second);
+    // The second cluster is the one that is lost.
+    second.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "1"]);
+    let there = client(second, "db");
+    let kept = some(0, 300, 1);
+    write(&there, &kept);
+    second.ok(&["mirror", "enable", "db", "--to", "first", "--every", "10s", "--wait"]);
+    let silent = refused(first, &["mirror", "promote", "db", "--force"]);
+    assert!(silent.contains("demote"), "it is heard: {silent}");
+    two.hold_second("mirror", true);
+    let lost = some(0, 10, 2);
+    write(&there, &lost);
+    first.eventually("the other cluster counts as silent", || {
+        let output = first.quoin(&["mirror", "promote", "db"]);
+        let text = String::from_utf8(output.stderr).unwrap();
+        text.contains("only force promotes").then_some(())
+    });
+    let promoted = first.ok(&["mirror", "promote", "db", "--force"]);
+    assert!(promoted.contains("generation 2") && promoted.contains("is not here"), "{promoted}");
+    let here = client(first, "db");
+    assert_holds(&here, &kept);
+    let newer = some(1000, 50, 3);
+    write(&here, &newer);
+
+    // The old side is back: both wrote, and neither is overwritten.
+    two.hold_second("mirror", false);
+    first.eventually("the split is seen", || {
+        status(first, "db")["message"].as_str()?.contains("split brain").then_some(())
+    });
+    assert_holds(&there, &lost);
+    detach(second, "db", there);
+    second.ok(&["mirror", "demote", "db"]);
+    wait_for_role(second, "db", "diverged");
+    let aborted = refused(second, &["mirror", "promote", "db", "--force"]);
+    assert!(aborted.contains("resync --force") && aborted.contains("accept-diverged"), "{aborted}");
+    second.ok(&["mirror", "resync", "db", "--force"]);
+    let kept_lost = status(second, "db")["lost"].as_str().unwrap().to_owned();
+    assert!(kept_lost.starts_with("lost-"), "{kept_lost}");
+
+    // Failback, with what the first cluster wrote; and what was discarded can be looked at.
+    detach(first, "db", here);
+    first.ok(&["mirror", "demote", "db"]);
+    second.ok(&["mirror", "promote", "db"]);
+    let there = client(second, "db");
+    assert_holds(&there, &[kept.clone(), newer].concat());
+    detach(second, "db", there);
+    second.ok(&["volume", "create", "old", "--from-snapshot", &kept_lost]);
+    let old = client(second, "old");
+    assert_holds(&old, &[kept, lost].concat());
+    detach(second, "old", old);
+    two.stop();
+}
+
+/// Proves that a group has one point over all its members, that a member joins, that a copy is cloned for a drill,
+/// and that sizes travel.
+#[test]
+fn a_group_is_mirrored_grows_and_is_drilled_on_its_copy() {
+    let two = Two::start("mirror-group");
+    let (first, second) = (&two.dev, &two.second);
+    for name in ["data", "log", "late"] {
+        two.create(name, "32MiB");
+    }
+    first.ok(&["group", "create", "shop", "data", "log"]);
+    let alone = refused(first, &["mirror", "enable", "data"]);
+    assert!(alone.contains("group"), "{alone}");
+    let (data, log) = (client(first, "data"), client(first, "log"));
+    two.enable("shop");
+    let versions = |version| some(0, 40, version);
+    for version in 1..=3 {
+        write(&data, &versions(version));
+        write(&log, &versions(version));
+    }
+    let grown = ["volume", "resize", "data", "--size", "48MiB"];
+    first.ok(&grown);
+    first.ok(&["group", "modify", "shop", "--add", "late"]);
+    let late = client(first, "late");
+    write(&late, &versions(7));
+    first.eventually("the copy has all of it", || {
+        let status = status(first, "shop");
+        let members = status["members"].as_array()?;
+        let has_all = members.len() == 3 && members.iter().all(|m| m["hasBase"] == true);
+        let point = second.json(&["mirror", "points", "shop"]);
+        let is_complete =
+            point.as_array()?.iter().any(|p| p["is"].as_str().unwrap().contains("complete"));
+        (has_all && is_complete && status["lagMs"].as_u64()? < 3000).then_some(())
+    });
+    assert_eq!(second.json(&["group", "get", "shop"])["volumes"].as_array().unwrap().len(), 3);
+    let size = |user: &User| user.json(&["volume", "get", "data"])["sizeBytes"].as_u64();
+    second.eventually("the copy is as large", || (size(second)? >= size(first)?).then_some(()));
+
+    second.ok(&["volume", "create", "drill", "--from-volume", "log"]);
+    let drill = client(second, "drill");
+    assert_holds(&drill, &versions(3));
+    detach(second, "drill", drill);
+
+    detach(first, "data", data);
+    detach(first, "log", log);
+    detach(first, "late", late);
+    first.ok(&["mirror", "demote", "shop"]);
+    second.ok(&["mirror", "promote", "shop"]);
+    for (name, version) in [("data", 3), ("log", 3), ("late", 7)] {
+        let there = client(second, name);
+        assert_holds(&there, &versions(version));
+        detach(second, name, there);
+    }
+    two.stop();
+}
