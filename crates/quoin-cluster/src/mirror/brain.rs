@@ -361,6 +361,13 @@ impl Brain {
         self.counted().all(|volume| self.members.get(&volume).is_some_and(&is))
     }
 
+    /// Returns true if every member reported this of it, one that joins too: its first transfer is waited for,
+    /// as the next one would begin it anew.
+    pub(super) fn every(&self, is: impl Fn(&Observed) -> bool) -> bool {
+        let seen = |member: &Member| self.members.get(&member.volume);
+        self.record.members.iter().all(|member| seen(member).is_some_and(&is))
+    }
+
     /// Points that every counted member holds, in the order of their cuts.
     pub(super) fn held(&self) -> Vec<PointId> {
         let Some(first) = self.counted().next().and_then(|volume| self.members.get(&volume)) else {

@@ -409,7 +409,9 @@ impl Brain {
         self.changed(|record| {
             for other in &word.members {
                 let is_known = record.members.iter().any(|member| member.volume == other.volume);
-                if !is_known {
+                // One whose copy could not be made holds nobody up.
+                let is_there = self.members.contains_key(&other.volume);
+                if !is_known && is_there {
                     record.members.push(super::Member { volume: other.volume, has_base: false });
                 }
             }
@@ -441,7 +443,7 @@ impl Brain {
         let point = self.record.receiving.as_ref()?.transfer.point;
         let any = || self.counted().any(|v| self.members.get(&v).is_some_and(|m| m.holds(point)));
         let early = mutant::is("complete-before-all-members-are-cut") && any();
-        (self.holds(point) || early).then_some(point)
+        (self.every(|member| member.holds(point)) || early).then_some(point)
     }
 
     fn complete(&self, point: PointId) -> Option<Record> {

@@ -96,7 +96,7 @@ impl Brain {
             }
         } else if seen.order != own {
             orders.push(self.receive_order(member, receiving));
-        } else if self.all(|member| member.is_whole() && member.order == own) && seen.is_whole() {
+        } else if self.every(|member| member.is_whole() && member.order == own) {
             let point = receiving.transfer.point;
             if !seen.holds(point) {
                 orders.push(Order::Cut(point));

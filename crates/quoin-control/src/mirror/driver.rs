@@ -314,16 +314,26 @@ impl Mirrors {
             events.push(Event::Heard);
         }
         let messages = self.inbox().remove(&group).unwrap_or_default();
-        for member in &record.brain().members {
-            let Some(volume) = self.state.volumes.get(&member.volume.to_string()) else { continue };
-            if !volume.phase.is_kept() {
+        let mut members: Vec<VolumeId> =
+            record.brain().members.iter().map(|member| member.volume).collect();
+        // Those that are to join are seen before the brain names them.
+        let joining = self.state.mirrored.groups.get(&group.to_string());
+        for member in joining.iter().flat_map(|group| &group.members) {
+            if !members.contains(&member.0) {
+                members.push(member.0);
+            }
+        }
+        for member in members {
+            let Some(volume) = self.state.volumes.get(&member.to_string()) else { continue };
+            let is_of_it = volume.mirror.as_ref().is_none_or(|mirror| mirror.group.0 == group);
+            if !volume.phase.is_kept() || !is_of_it {
                 continue;
             }
             let volume = self.fenced(volume).await?;
             live.serial += 1;
-            let stamp = live.stamps.get(&member.volume).copied().unwrap_or_default();
+            let stamp = live.stamps.get(&member).copied().unwrap_or_default();
             let observed = observe::observe(&self.state, group, &volume, (live.serial, stamp));
-            events.push(Event::Observed(member.volume, Box::new(observed)));
+            events.push(Event::Observed(member, Box::new(observed)));
         }
         // Messages last: a word is judged by what is seen now.
         events.extend(messages.into_iter().map(Event::Message));
