@@ -695,6 +695,8 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
         record.used.doubt();
     }
     let behind = evidence.record.is_none_or(|r| r.opened.epoch < record.opened.epoch);
+    // Another controller may have given leave to write since.
+    record.grants.written = None;
     record.grants.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };
     record.opened.owner = match evidence.record {
         Some(old) if old.attachments == record.attachments => old.opened.owner.clone(),

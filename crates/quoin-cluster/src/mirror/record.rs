@@ -199,6 +199,21 @@ impl Record {
         Self { role: Role::Secondary, chain, is_paired: true, ..record }
     }
 
+    /// The record of a group whose records were lost, as its members' pools have it. Its peer has to speak before
+    /// anything counts that is in no pool.
+    pub fn lost(
+        group: GroupId,
+        clusters: [ClusterId; 2],
+        members: Vec<VolumeId>,
+        pools: Keepsake,
+        (parameters, term): (Parameters, u64),
+    ) -> Self {
+        let record = Self::primary(group, clusters, members, parameters);
+        let role = if pools.is_primary { Role::Primary } else { Role::Secondary };
+        let chain = Chain::new(pools.begun);
+        Self { term, role, chain, is_paired: true, is_unsure: true, ..record }
+    }
+
     /// Returns true if this side ruled last.
     pub fn is_own(&self) -> bool {
         self.chain.top().generation.cluster == self.cluster

@@ -13,6 +13,11 @@ pub fn snapshot_of(point: PointId, volume: VolumeId) -> SnapshotId {
     SnapshotId(point.0 ^ volume.0.rotate_left(64))
 }
 
+/// The point that a snapshot of a member is, if it is one.
+pub fn point_of(snapshot: SnapshotId, volume: VolumeId) -> PointId {
+    PointId(snapshot.0 ^ volume.0.rotate_left(64))
+}
+
 /// Takes role and generation over, for pools to keep.
 pub fn keep(volume: &mut VolumeRecord, group: GroupId, keepsake: Keepsake) {
     let is_kept = |mirror: &VolumeMirror| mirror.group.0 == group && mirror.keepsake() == keepsake;

@@ -9,10 +9,11 @@ use quoin_api::volume::{
     Spread, VolumeOptions,
 };
 use quoin_recorded::Recorded;
-use quoin_types::ids::{GroupId, SnapshotId};
+use quoin_types::ids::{GroupId, PointId, SnapshotId};
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Value, json};
 
+use crate::mirror;
 use crate::records::*;
 
 const RAISE: &str = "FORMAT in quoin-cluster/src/records/mod.rs, unless every build that reads the \
@@ -115,6 +116,38 @@ pub fn volume() -> VolumeRecord {
         used: Default::default(),
         mirror: None,
     }
+}
+
+fn mirrored() -> VolumeRecord {
+    let mirror = VolumeMirror {
+        group: Text(GroupId(0x67)),
+        is_primary: true,
+        number: 4,
+        cluster: Text(mirror::ClusterId(0xa)),
+        claim: Text(PointId(0xc1)),
+        at: Some(Text(PointId(0x77))),
+        since_generation: 11,
+        fence: Text(PointId(0xfe)),
+        fenced_epoch: 6,
+        is_fenced: true,
+    };
+    let grants = Grants { written: Some(5), ..volume().grants };
+    VolumeRecord { mirror: Some(mirror), grants, ..volume() }
+}
+
+fn mirror_of_a_group() -> MirrorRecord {
+    let clusters = [0xa, 0xb].map(mirror::ClusterId);
+    let members = vec![VolumeId(0xf01), VolumeId(0xf02)];
+    let parameters = mirror::record::Parameters { interval_s: 10, may_take_over: true };
+    let brain = mirror::Record::primary(GroupId(0x67), clusters, members, parameters);
+    let settings = MirrorSettings {
+        interval_s: 10,
+        may_take_over: true,
+        compresses: true,
+        bandwidth_limit: 1 << 20,
+        is_paused: true,
+    };
+    MirrorRecord::new(brain, ("shop".into(), false), settings, 1_700_000_000_000)
 }
 
 /// A record that is kept as one file of JSON.
@@ -360,6 +393,14 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("snapshot-of-a-copy", &SnapshotRecord { made_for: "copy".into(), ..snapshot.clone() });
     let group = Text(GroupId(0x66));
     hold("snapshot-of-a-group", &SnapshotRecord { group: Some(group), ..snapshot.clone() });
+    let point = Some(Text(PointId(0x77)));
+    hold("snapshot-of-a-mirror", &SnapshotRecord { point, ..snapshot.clone() });
+    hold("volume-mirrored", &mirrored());
+    hold("mirror", &mirror_of_a_group());
+    let group_name = "shop".to_owned();
+    let members = vec![Text(VolumeId(0xf01))];
+    let id = Text(GroupId(0x67));
+    hold("volume-group", &VolumeGroupRecord { id, group_name, members, created_ms: 7 });
     let member = |volume, with: bool| GroupMember {
         volume: Text(VolumeId(volume)),
         volume_name: "db".into(),

@@ -314,6 +314,9 @@ impl Mirrors {
             events.push(Event::Heard);
         }
         let messages = self.inbox().remove(&group).unwrap_or_default();
+        if let Some(word) = live.brain.heard().filter(|_| record.brain().is_unsure) {
+            self.adopt_points(record, &word.held).await?;
+        }
         let mut members: Vec<VolumeId> =
             record.brain().members.iter().map(|member| member.volume).collect();
         // Those that are to join are seen before the brain names them.

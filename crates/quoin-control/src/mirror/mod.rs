@@ -11,6 +11,7 @@ pub(crate) mod driver;
 pub(crate) mod groups;
 pub(crate) mod observe;
 mod orders;
+pub(crate) mod recovery;
 pub(crate) mod rules;
 mod view;
 

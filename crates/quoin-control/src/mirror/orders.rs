@@ -278,6 +278,30 @@ impl Mirrors {
         }))
     }
 
+    /// Snapshots of a primary that a recovery found, and that the peer holds as points, are points.
+    pub(super) async fn adopt_points(
+        &self,
+        record: &MirrorRecord,
+        held: &[PointId],
+    ) -> Result<(), Error> {
+        for member in &record.brain().members {
+            for point in held {
+                let id = snapshot_of(*point, member.volume).to_string();
+                let found = self.state.snapshots.records.get(&id);
+                let Some(found) = found.filter(|s| s.point.is_none() && s.is_kept()) else {
+                    continue;
+                };
+                self.state.snapshots.free_name(&found).await?;
+                let change = |snapshot: &mut SnapshotRecord| {
+                    snapshot.point = Some(Text(*point));
+                    Ok(())
+                };
+                self.state.snapshots.records.update(&id, change).await?;
+            }
+        }
+        Ok(())
+    }
+
     /// Has a volume's slots sent by the mirror beside its target. `ordered`: the base that the peer's order
     /// names, also for a member that is sent whole.
     pub(super) fn ship(

@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use quoin_cluster::ownership::mirrored::point_of;
 use quoin_cluster::records::{
     Cut, Record, SnapshotName, SnapshotPhase, SnapshotRecord, Text, VolumePhase, VolumeRecord,
 };
@@ -114,6 +115,7 @@ async fn adopt(
     if state.snapshots.records.get(&id).is_some() {
         return Ok(());
     }
+    let is_copy = volume.mirror.as_ref().is_some_and(|mirror| !mirror.is_primary);
     let short = format!("found-{}", &id[..8]);
     let name = if state.snapshots.named(&short).is_none() { short } else { format!("found-{id}") };
     let named = SnapshotName { snapshot_name: name.clone(), snapshot_id: Text(found.id) };
@@ -146,7 +148,8 @@ async fn adopt(
         failure: String::new(),
         used_by: Vec::new(),
         made_for: String::new(),
-        point: None,
+        // Nobody but its mirror cuts a copy.
+        point: is_copy.then(|| Text(point_of(found.id, volume.id.0))),
     };
     if let Ok(record) = state.snapshots.records.create(record).await? {
         let message = format!(

@@ -260,6 +260,7 @@ impl Recoveries {
         crate::volume::verification::give_up_all(&self.state).await?;
         let judged = recovered.findings.iter().map(|(finding, _)| finding);
         crate::snapshot::recovery::agree(&self.state, judged, &told).await?;
+        crate::mirror::recovery::agree(&self.state).await?;
         let ruled = self.state.check_ruling().is_ok();
         self.state.term.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
         if !ruled {
