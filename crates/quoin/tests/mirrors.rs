@@ -1,7 +1,7 @@
 //! Two clusters, of which one keeps copies of what the other one has: points, moves, disasters, and back.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use quoin_nbd::client::{Address, Client, ClientOptions};
@@ -42,26 +42,29 @@ impl Two {
         self.dev.ok(&["mirror", "enable", of, "--to", "second", "--every", "10s", "--wait"]);
     }
 
-    fn directory(&self) -> &Path {
-        &self.dev.directory
-    }
-
-    /// Ends a process of the second cluster, or starts it again.
-    fn hold_second(&self, process: &str, is_held: bool) {
-        let hold = self.directory().join(format!("peer/run/hold-{process}"));
-        if !is_held {
-            return std::fs::remove_file(hold).unwrap();
-        }
-        std::fs::write(hold, "").unwrap();
-        let text = std::fs::read(self.directory().join("peer/run/processes.json")).unwrap();
-        let pids: BTreeMap<String, i64> = serde_json::from_slice(&text).unwrap();
-        signal(pids[process], "KILL");
+    /// Directory of the second cluster.
+    fn of_second(&self) -> PathBuf {
+        self.dev.directory.join("peer")
     }
 
     fn stop(self) {
         self.dev.stop();
         drop(self.scratch);
     }
+}
+
+/// Ends a process of the cluster in this directory, or lets it start again.
+fn hold(directory: &Path, process: &str, is_held: bool) {
+    let hold = directory.join(format!("run/hold-{process}"));
+    if !is_held {
+        return std::fs::remove_file(hold).unwrap();
+    }
+    std::fs::write(hold, "").unwrap();
+    let text = std::fs::read(directory.join("run/processes.json")).unwrap();
+    let pids: BTreeMap<String, i64> = serde_json::from_slice(&text).unwrap();
+    signal(pids[process], "KILL");
+    let gone = format!("/proc/{}/fd", pids[process]);
+    crate::common::eventually("it is gone", || std::fs::read_dir(&gone).is_err().then_some(()));
 }
 
 fn client(user: &User, volume: &str) -> Client {
@@ -203,7 +206,7 @@ fn a_lost_cluster_is_replaced_at_its_last_point_and_comes_back_as_a_copy() {
     second.ok(&["mirror", "enable", "db", "--to", "first", "--every", "10s", "--wait"]);
     let silent = refused(first, &["mirror", "promote", "db", "--force"]);
     assert!(silent.contains("demote"), "it is heard: {silent}");
-    two.hold_second("mirror", true);
+    hold(&two.of_second(), "mirror", true);
     let lost = some(0, 10, 2);
     write(&there, &lost);
     first.eventually("the other cluster counts as silent", || {
@@ -219,7 +222,7 @@ fn a_lost_cluster_is_replaced_at_its_last_point_and_comes_back_as_a_copy() {
     write(&here, &newer);
 
     // The old side is back: both wrote, and neither is overwritten.
-    two.hold_second("mirror", false);
+    hold(&two.of_second(), "mirror", false);
     first.eventually("the split is seen", || {
         status(first, "db")["message"].as_str()?.contains("split brain").then_some(())
     });
@@ -299,5 +302,81 @@ fn a_group_is_mirrored_grows_and_is_drilled_on_its_copy() {
         assert_holds(&there, &versions(version));
         detach(second, name, there);
     }
+    two.stop();
+}
+
+/// Proves that records which are restored from before a promotion make no second primary, and that those of a copy
+/// which are lost are made again from its pools and its peer.
+#[test]
+fn records_that_are_restored_or_lost_take_no_role_back_and_lose_no_copy() {
+    let two = Two::start("mirror-records");
+    let (first, second) = (&two.dev, &two.second);
+    two.create("db", "64MiB");
+    let here = client(first, "db");
+    let mut written = some(0, 100, 1);
+    write(&here, &written);
+    two.enable("db");
+    let backup = two.scratch.0.join("backup").display().to_string();
+    second.ok(&["controller", "backup", &backup]);
+    detach(first, "db", here);
+    first.ok(&["mirror", "demote", "db"]);
+    second.ok(&["mirror", "promote", "db"]);
+    let there = client(second, "db");
+    let more = some(50, 100, 2);
+    write(&there, &more);
+    written.extend(more);
+
+    let state = two.of_second().join("controller").display().to_string();
+    hold(&two.of_second(), "controller", true);
+    second.ok(&["controller", "restore", &backup, "--state", &state, "--replace"]);
+    hold(&two.of_second(), "controller", false);
+    second.eventually("the records are compared", || {
+        second.quoin(&["controller", "recover"]).status.success().then_some(())
+    });
+    let role = status(second, "db");
+    assert_eq!((&role["role"], &role["generation"]), (&"primary".into(), &2.into()), "{role:#}");
+    second.eventually("it is sure of its points", || {
+        (status(second, "db")["unsure"] == false).then_some(())
+    });
+    assert_eq!(status(first, "db")["role"], "secondary");
+    assert_holds(&there, &written);
+    let more = some(70, 100, 3);
+    write(&there, &more);
+    written.extend(more);
+
+    // The copy's records are gone, and its peer with them.
+    let directory = two.dev.directory.clone();
+    hold(&directory, "controller", true);
+    let state = directory.join("controller");
+    std::fs::remove_file(state.join("records.redb")).unwrap();
+    first.ok(&["controller", "init", "--state", state.to_str().unwrap(), "--records-lost"]);
+    hold(&directory, "controller", false);
+    first.eventually("the records are made again", || {
+        first.quoin(&["controller", "recover"]).status.success().then_some(())
+    });
+    assert_eq!(status(first, "db")["role"], "secondary");
+    let publish = refused(first, &["volume", "attach", "db", "--nbd"]);
+    assert!(publish.contains("copy"), "{publish}");
+    let settings = std::fs::read(two.of_second().join("dev.json")).unwrap();
+    let settings: Value = serde_json::from_slice(&settings).unwrap();
+    let address = settings["controller"]["listen"].as_str().unwrap();
+    first.eventually("both are peers again", || {
+        let invite = ["mirror", "invite", "--name", "first", "--address", address];
+        let paired = first.quoin(&["mirror", "pair", "--name", "second", &second.ok(&invite)]);
+        let peers = first.json(&["mirror", "peers"]);
+        let is_known = peers[0]["addresses"].as_array().is_some_and(|all| !all.is_empty());
+        (paired.status.success() && is_known).then_some(())
+    });
+    first.eventually("the copy follows again", || {
+        let status = status(second, "db");
+        let is_synced = status["lagMs"].as_u64().is_some_and(|lag| lag < 20_000);
+        (status["health"] == "healthy" && is_synced).then_some(())
+    });
+    detach(second, "db", there);
+    second.ok(&["mirror", "demote", "db"]);
+    first.ok(&["mirror", "promote", "db"]);
+    let here = client(first, "db");
+    assert_holds(&here, &written);
+    detach(first, "db", here);
     two.stop();
 }
