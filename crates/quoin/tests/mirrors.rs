@@ -380,3 +380,84 @@ fn records_that_are_restored_or_lost_take_no_role_back_and_lose_no_copy() {
     detach(first, "db", here);
     two.stop();
 }
+
+/// Proves that a planned move loses nothing where each part of both clusters is killed in the middle of it: whatever
+/// was begun goes on from the records.
+#[test]
+fn a_group_moves_to_and_fro_while_every_part_is_killed() {
+    let two = Two::start("mirror-kills");
+    let sides = [two.dev.directory.clone(), two.of_second()];
+    let users: [&User; 2] = [&two.dev, &two.second];
+    let names = ["a", "b", "c"];
+    for name in names {
+        two.create(name, "64MiB");
+    }
+    two.dev.ok(&["group", "create", "all", "a", "b", "c"]);
+    two.enable("all");
+    let mut written: BTreeMap<&str, Vec<(u64, u64)>> = BTreeMap::new();
+    let mut random = 88_172_645_463_325_252u64;
+    let mut draw = |below: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random % below
+    };
+    for round in 0..8u64 {
+        let (from, to) = ((round % 2) as usize, ((round + 1) % 2) as usize);
+        for name in names {
+            let client = client(users[from], name);
+            let known = written.entry(name).or_default();
+            assert_holds(&client, known);
+            let more = some(draw(2000), 100 + draw(400), round + 2);
+            write(&client, &more);
+            known.extend(more);
+            detach(users[from], name, client);
+        }
+        let parts = ["mirror", "target", "controller", "pool-a"];
+        let victims: Vec<(usize, &str)> =
+            (0..3).map(|_| (draw(2) as usize, parts[draw(4) as usize])).collect();
+        let pauses: Vec<u64> = (0..3).map(|_| draw(700)).collect();
+        let killing = {
+            let (sides, victims) = (sides.clone(), victims.clone());
+            std::thread::spawn(move || {
+                for ((side, part), pause_ms) in victims.into_iter().zip(pauses) {
+                    std::thread::sleep(Duration::from_millis(pause_ms));
+                    kill(&sides[side], part);
+                }
+            })
+        };
+        println!("round {round}: {victims:?}");
+        asked_until(users[from], &["mirror", "demote", "all"]);
+        asked_until(users[to], &["mirror", "promote", "all"]);
+        killing.join().unwrap();
+        wait_for_role(users[to], "all", "primary");
+        wait_for_role(users[from], "all", "secondary");
+    }
+    two.stop();
+}
+
+/// Kills a process, which its supervisor starts again.
+fn kill(directory: &Path, process: &str) {
+    let text = std::fs::read(directory.join("run/processes.json")).unwrap_or_default();
+    let pids: BTreeMap<String, i64> = serde_json::from_slice(&text).unwrap_or_default();
+    if let Some(pid) = pids.get(process) {
+        let _ = std::process::Command::new("kill").args(["-KILL", &pid.to_string()]).status();
+    }
+}
+
+/// Asks again where a part that was killed does not answer.
+#[track_caller]
+fn asked_until(user: &User, arguments: &[&str]) {
+    let began = Instant::now();
+    let mut last = String::new();
+    while began.elapsed() < Duration::from_secs(90) {
+        let output = user.quoin(arguments);
+        if output.status.success() {
+            return;
+        }
+        last = String::from_utf8_lossy(&output.stderr).into_owned();
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    user.show_logs();
+    panic!("{arguments:?}: {last}");
+}

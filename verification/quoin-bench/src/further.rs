@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::load::Generator;
 use crate::product::{Away, Product};
 use crate::{
-    Class, Error, Options, absence, clones, export, groups, heal, history, making, members,
+    Class, Error, Options, absence, clones, export, groups, heal, history, making, members, mirror,
     orchestrated, overwrites, snapshots, takeover, usage,
 };
 
@@ -113,6 +113,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     }
     facts.extend(snapshots::run(options, quoin, &directory.join("points"))?);
     facts.extend(export::run(options, quoin, &directory.join("export"))?);
+    facts.extend(mirror::run(options, quoin, &directory.join("mirror"))?);
     facts.extend(history::run(options, quoin, &directory.join("history"))?);
     facts.extend(overwrites::run(options, quoin, &directory.join("overwrites"))?);
     if options.wants(groups::NAME) {

@@ -27,6 +27,7 @@
 //! | `snapshots` | what snapshots cost clients, their deletion, a return to one |
 //! | `groups` | the pause of clients while snapshots of ten volumes are made together |
 //! | `export` | an export of a snapshot beside a copy of a file |
+//! | `mirror` | copies in a second cluster: transfers, changes, lag, roles |
 //! | `history` | changed blocks of two snapshots, and rebuilds of volumes with snapshots |
 //! | `nodes` | targets of further nodes |
 //! | `further` | cases without a floor: idle cost, memory of full caches, cold start |
@@ -48,6 +49,7 @@ mod interrupt;
 pub mod load;
 mod making;
 pub mod members;
+pub mod mirror;
 pub mod nbd;
 pub mod nodes;
 pub mod orchestrated;

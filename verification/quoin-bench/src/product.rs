@@ -76,9 +76,13 @@ impl Product {
 
     /// Runs `quoin ARGS` against this Quoin and returns its output.
     pub fn command(&self, arguments: &[&str]) -> Result<String, Error> {
+        self.command_at(&self.path("run/admin.sock"), arguments)
+    }
+
+    fn command_at(&self, socket: &Path, arguments: &[&str]) -> Result<String, Error> {
         let output = Command::new(&self.quoin)
             .args(arguments)
-            .env("QUOIN_SOCKET", self.dir.join("data/run/admin.sock"))
+            .env("QUOIN_SOCKET", socket)
             .stdin(Stdio::null())
             .output()
             .map_err(Error::io("run quoin"))?;
@@ -90,6 +94,21 @@ impl Product {
             )));
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// As [`Self::command`], against the cluster in a directory of this one.
+    pub fn command_of(&self, name: &str, arguments: &[&str]) -> Result<String, Error> {
+        self.command_at(&self.path(name).join("run/admin.sock"), arguments)
+    }
+
+    /// Returns the metrics of a process, whose address has this name in the settings.
+    pub fn metrics_of(&self, setting: &str) -> Result<String, Error> {
+        let settings = self.path("dev.json");
+        let text = std::fs::read_to_string(&settings).map_err(Error::io("read settings"))?;
+        let settings: serde_json::Value = serde_json::from_str(&text)
+            .map_err(|error| Error::Failed(format!("settings: {error}")))?;
+        let address = settings[setting].as_str().unwrap_or_default();
+        crate::mirror::page(address).map_err(Error::io(format!("read metrics at {address}")))
     }
 
     /// Returns the number of pools or nodes that are online.

@@ -234,11 +234,16 @@ impl Brain {
         if word.role == Role::Primary {
             return self.promote_beside(word, force);
         }
-        // A side that discards its own waits for a primary, and becomes none before that.
-        if word.role == Role::Resyncing
+        // A side that discards its own waits for a primary, and becomes none before that; one that diverged
+        // may have no final point, and waits for a primary as well.
+        let waits = match word.role {
+            Role::Resyncing => !mutant::is("resync-of-the-peer-waited-for"),
+            Role::Diverged => true,
+            _ => false,
+        };
+        if waits
             && force
             && record.is_own()
-            && !mutant::is("resync-of-the-peer-waited-for")
             && let Some(point) = point
         {
             return forced(point);

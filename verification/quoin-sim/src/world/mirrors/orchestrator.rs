@@ -143,7 +143,11 @@ impl Mirrors {
                 if other == Role::Primary {
                     self.call(diverged, Call::Resync { force: true });
                 } else if matches!(other, Role::Secondary | Role::Resyncing) {
-                    self.call(diverged, Call::AcceptDiverged);
+                    let answer = self.call(diverged, Call::AcceptDiverged);
+                    // One that has no final point cannot be taken for the truth.
+                    if answer == Some(Answer::NotYet) && records[diverged].points.last.is_none() {
+                        self.call(1 - diverged, Call::Promote { force: true });
+                    }
                 }
             }
             [Role::Secondary, Role::Resyncing] => {
