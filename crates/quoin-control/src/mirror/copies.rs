@@ -110,7 +110,7 @@ impl Mirrors {
         if let Some(found) = self.state.volumes.get(&id.to_string()) {
             let is_of_group = found.mirror.as_ref().is_some_and(|m| m.group.0 == group);
             return match is_of_group {
-                true => self.take_slots(&found, &spec).await,
+                true => self.take_slots(peer, &found, &spec).await,
                 false => Err(Error::Precondition(format!(
                     "volume {:?} there has the id {id} already: delete it, or the orphan that it is",
                     found.spec.name
@@ -134,8 +134,15 @@ impl Mirrors {
     }
 
     /// The key slots of a copy are those of its source: a rotation there counts here.
-    async fn take_slots(&self, volume: &VolumeRecord, spec: &VolumeSpec) -> Result<(), Error> {
-        let is_copy = self.state.mirrored.of(volume).is_some_and(|m| m.role() == Role::Secondary);
+    async fn take_slots(
+        &self,
+        peer: &PeerRecord,
+        volume: &VolumeRecord,
+        spec: &VolumeSpec,
+    ) -> Result<(), Error> {
+        let is_copy = self.state.mirrored.of(volume).is_some_and(|mirror| {
+            mirror.role() == Role::Secondary && mirror.brain().peer.to_string() == peer.cluster
+        });
         let given = spec.encryption.as_ref().map(Encryption::try_from).transpose();
         let given = given.map_err(|rule| Error::invalid("encryption", rule.to_string()))?;
         let (Some(given), Some(has)) = (given, &volume.spec.encryption) else { return Ok(()) };
@@ -174,6 +181,10 @@ impl Mirrors {
         let theirs = of_peer(peer, group, &said.record)?;
         let _one = self.state.mirrored.changing.lock().await;
         if let Some(known) = self.state.mirrored.group(group) {
+            if known.brain().peer != theirs.cluster {
+                let why = format!("{:?} is mirrored with another cluster", known.group_name);
+                return Err(Error::Precondition(why));
+            }
             return match known.role() {
                 Role::Off | Role::Orphan => Err(Error::Precondition(format!(
                     "{:?} is there already, a copy of a mirror that was ended: promote or delete it",

@@ -156,6 +156,7 @@ impl Groups {
         for reference in volumes {
             let volume = self.state.volume(Some(reference))?;
             check_volume(&volume, reference)?;
+            crate::mirror::rules::check_change(&self.state, &volume)?;
             if members.iter().any(|member| member.volume == volume.id) {
                 let rule = format!("{:?} is named twice", volume.spec.name);
                 return Err(Error::invalid("volumes", rule));

@@ -80,6 +80,7 @@ impl Reverts {
         if let Some(begun) = begun(&self.state, volume.id.0, attempt)? {
             return Ok(begun);
         }
+        crate::mirror::rules::check_change(&self.state, &volume)?;
         let snapshot = self.catalog.get(snapshot)?;
         let (name, of) = (&volume.spec.name, snapshot.volume);
         match volume.phase {

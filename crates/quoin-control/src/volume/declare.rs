@@ -92,6 +92,9 @@ impl Declarations {
                 declared.name, asked.resource_version
             )));
         }
+        if declared.size_bytes > found.size_bytes {
+            crate::mirror::rules::check_change(&self.state, &found)?;
+        }
         let candidates = crate::volume::volumes::candidates(&self.state);
         let in_sync = crate::volume::scale::in_sync_ids(&self.state, &found);
         let change = |volume: &mut VolumeRecord| {
