@@ -68,9 +68,13 @@ fn hold(directory: &Path, process: &str, is_held: bool) {
 }
 
 fn client(user: &User, volume: &str) -> Client {
+    client_by(user, &["volume", "attach", volume, "--nbd"])
+}
+
+fn client_by(user: &User, attach: &[&str]) -> Client {
     let mut address = String::new();
     user.eventually("the volume is attached", || {
-        let output = user.quoin(&["volume", "attach", volume, "--nbd"]);
+        let output = user.quoin(attach);
         address = String::from_utf8(output.stdout).unwrap().trim().to_owned();
         output.status.success().then_some(())
     });
@@ -462,4 +466,42 @@ fn asked_until(user: &User, arguments: &[&str]) {
     }
     user.show_logs();
     panic!("{arguments:?}: {last}");
+}
+
+/// Proves that an encrypted volume travels as it is stored, without its key, and that a rotation of the key slots
+/// counts on the other side too.
+#[test]
+fn an_encrypted_volume_is_opened_on_the_other_side_by_its_key_alone() {
+    let two = Two::start("mirror-keys");
+    let (first, second) = (&two.dev, &two.second);
+    let file = |name: &str, key: &str| {
+        let path = two.scratch.0.join(name);
+        std::fs::write(&path, key).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+            .unwrap();
+        path.display().to_string()
+    };
+    let (key, new) = (file("key", &"5c".repeat(32)), file("new", &"a7".repeat(32)));
+    let create = ["volume", "create", "db", "--size", "32MiB", "--replicas", "1", "--encrypt"];
+    first.ok(&[&create[..], &["--key-file", &key]].concat());
+    let here = client_by(first, &["volume", "attach", "db", "--nbd", "--key-file", &key]);
+    let written = some(0, 100, 1);
+    write(&here, &written);
+    two.enable("db");
+    first.ok(&["volume", "key", "rotate", "db", "--key-file", &key, "--new-key-file", &new]);
+    detach(first, "db", here);
+    let slots = |user: &User| user.json(&["volume", "get", "db"])["encryption"]["keySlots"].clone();
+    second.eventually("the key slots of the copy are those of its source", || {
+        (slots(second) == slots(first)).then_some(())
+    });
+    first.ok(&["mirror", "demote", "db"]);
+    second.ok(&["mirror", "promote", "db"]);
+    let without = refused(second, &["volume", "attach", "db", "--nbd"]);
+    assert!(without.contains("--key-file"), "{without}");
+    let former = refused(second, &["volume", "attach", "db", "--nbd", "--key-file", &key]);
+    assert!(former.contains("opens no key slot"), "{former}");
+    let there = client_by(second, &["volume", "attach", "db", "--nbd", "--key-file", &new]);
+    assert_holds(&there, &written);
+    detach(second, "db", there);
+    two.stop();
 }
