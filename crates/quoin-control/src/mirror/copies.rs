@@ -41,10 +41,16 @@ impl Mirrors {
         };
         let is_known = brain.is_paired && brain.members.iter().all(|member| known(member.volume));
         let pause = if is_known { NOW_AND_THEN } else { AGAIN };
-        if live.introduced.is_some_and(|at| at.elapsed() < pause) {
+        let slots = brain.members.iter().map(|member| {
+            let volume = self.state.volumes.get(&member.volume.to_string());
+            volume.and_then(|volume| volume.spec.encryption.clone())
+        });
+        let slots: Vec<_> = slots.collect();
+        let is_told = |(at, told): &(Instant, Vec<_>)| at.elapsed() < pause && *told == slots;
+        if live.introduced.as_ref().is_some_and(is_told) {
             return;
         }
-        live.introduced = Some(Instant::now());
+        live.introduced = Some((Instant::now(), slots));
         if is_known {
             live.refused.clear();
         }

@@ -14,6 +14,7 @@ use quoin_cluster::mirror::answers::{Answer, Call};
 use quoin_cluster::mirror::brain::Now;
 use quoin_cluster::mirror::{Action, Brain, Event, Order, Role, Stamp};
 use quoin_cluster::records::MirrorRecord;
+use quoin_encryption::Encryption;
 use quoin_types::ids::{GroupId, PointId};
 use quoin_types::{Time, VolumeId};
 use tokio::sync::watch;
@@ -51,8 +52,8 @@ pub(super) struct Live {
     heard: Option<Instant>,
     /// A point that is being cut over several members.
     pub cutting: Option<PointId>,
-    /// The copies were told to the peer at this time.
-    pub introduced: Option<Instant>,
+    /// The copies were told to the peer at this time, with these key slots.
+    pub introduced: Option<(Instant, Vec<Option<Encryption>>)>,
     /// Why the peer makes no copy.
     pub refused: String,
     /// Why an order was not carried out.
