@@ -28,7 +28,7 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 /// A peer that was not heard for so long is away.
 const HEARD_WITHIN: Duration = Duration::from_secs(30);
 /// Most groups of a cluster.
-const GROUPS_MAX: usize = 1000;
+pub(crate) const GROUPS_MAX: usize = 1000;
 
 /// What a mirror is of.
 enum Of {

@@ -10,9 +10,9 @@ use prost::Message as _;
 use quoin_api::control::{
     MirrorAssignment, MirrorSent, MirrorTake, PeerMessage, PeerWord, peer_word,
 };
-use quoin_cluster::mirror::answers::{Answer, Call};
+use quoin_cluster::mirror::answers::{Answer, Call, Health};
 use quoin_cluster::mirror::brain::Now;
-use quoin_cluster::mirror::{Action, Brain, Event, Order, Role, Stamp};
+use quoin_cluster::mirror::{Action, Brain, Event, Member, Order, Role, Stamp};
 use quoin_cluster::records::MirrorRecord;
 use quoin_encryption::Encryption;
 use quoin_types::ids::{GroupId, PointId};
@@ -26,6 +26,7 @@ use crate::membership::peers::Peers;
 use crate::reconcile::{Next, Queue, Reconciler};
 use crate::snapshot;
 use crate::snapshot::points::Points;
+use crate::state::mirrored::Figures;
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 use crate::volume::volumes::Catalog;
@@ -139,6 +140,7 @@ impl Mirrors {
     fn end(&self, group: GroupId) {
         self.lives.lock().expect("no holder of this lock panics").remove(&group);
         self.inbox().remove(&group);
+        self.state.mirrored.forget_group(group);
     }
 
     fn inbox(&self) -> MutexGuard<'_, HashMap<GroupId, VecDeque<Vec<u8>>>> {
@@ -295,8 +297,40 @@ impl Mirrors {
         let answer = call(live, self.now(), &mut actions);
         self.carry_out(live, group, actions).await?;
         let Some(record) = self.state.mirrored.group(group) else { return Ok(None) };
+        self.note(live, &record);
         self.tend(live, &record).await?;
         Ok(Some((record, answer)))
+    }
+
+    /// Keeps what metrics and the judgement of volumes read between two looks.
+    fn note(&self, live: &Live, record: &MirrorRecord) {
+        let (group, role, now) = (record.id.0, record.role(), self.now());
+        let before = self.state.mirrored.figures(group);
+        let health = live.brain.health(now);
+        let looked = Instant::now();
+        let ill_before = before.as_ref().and_then(|figures| figures.ill_since);
+        let is_ill = role == Role::Primary && health != Health::Healthy;
+        let alone_since = |volume: &VolumeId, node: &str| {
+            let known = before.as_ref().and_then(|figures| figures.alone.get(volume));
+            known.filter(|(_, on)| on == node).map_or(looked, |(since, _)| *since)
+        };
+        let alone = |member: &Member| {
+            let volume = self.state.volumes.get(&member.volume.to_string())?;
+            let node = volume.opened.owner.clone().filter(|node| !self.peers.has_mirror(node))?;
+            Some((member.volume, (alone_since(&member.volume, &node), node)))
+        };
+        let is_at_work = !matches!(role, Role::Off | Role::Orphan);
+        let members = record.brain().members.iter().filter(|_| is_at_work);
+        let figures = Figures {
+            looked,
+            peer_role: live.brain.heard().map(|word| word.role),
+            is_silent: live.brain.is_silent(now.time),
+            health,
+            synced_ms: live.brain.synced_ms(now),
+            ill_since: is_ill.then(|| ill_before.unwrap_or(looked)),
+            alone: members.filter_map(alone).collect(),
+        };
+        self.state.mirrored.note(group, figures);
     }
 
     /// Tells the brain what is known now.

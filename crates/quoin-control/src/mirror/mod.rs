@@ -13,7 +13,7 @@ pub(crate) mod observe;
 mod orders;
 pub(crate) mod recovery;
 pub(crate) mod rules;
-mod view;
+pub(crate) mod view;
 
 use std::sync::Arc;
 

@@ -12,7 +12,20 @@ use super::{LOST, observe};
 use crate::Error;
 use crate::time::{now_ms, timestamp};
 
-pub(super) fn role(role: Role) -> &'static str {
+/// All roles that a side can have.
+pub(crate) const ROLES: [Role; 8] = [
+    Role::Off,
+    Role::Primary,
+    Role::Demoting,
+    Role::Secondary,
+    Role::Promoting,
+    Role::Diverged,
+    Role::Resyncing,
+    Role::Orphan,
+];
+
+/// Name of a role, as users read it.
+pub(crate) fn role(role: Role) -> &'static str {
     match role {
         Role::Off => "off",
         Role::Primary => "primary",

@@ -1,11 +1,12 @@
 //! The tables of mirrors and of groups of volumes, and the transfers that are ordered now.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use quoin_api::control::{FeedOrder, MirrorSend};
 use quoin_cluster::mirror::Role;
+use quoin_cluster::mirror::answers::Health;
 use quoin_cluster::records::{MirrorRecord, VolumeGroupRecord, VolumeRecord};
 use quoin_types::VolumeId;
 use quoin_types::ids::GroupId;
@@ -18,6 +19,37 @@ use crate::state::table::Table;
 
 /// A transfer that its brain has not named for so long is sent no more.
 const SENT_WITHIN: Duration = Duration::from_secs(5);
+/// A look is made every second; figures of one that is older prove nothing good.
+const LOOKED_WITHIN: Duration = Duration::from_secs(30);
+
+/// Figures of a mirrored group, as its last look saw them.
+#[derive(Clone, Debug)]
+pub(crate) struct Figures {
+    pub looked: Instant,
+    /// Role that the other side had when it was heard last.
+    pub peer_role: Option<Role>,
+    pub is_silent: bool,
+    /// Health of a primary.
+    pub health: Health,
+    /// Wall clock up to which the other side has everything.
+    pub synced_ms: Option<u64>,
+    /// Time since which each look at this primary found it not healthy.
+    pub ill_since: Option<Instant>,
+    /// Members whose target has no mirror beside it: since when, and on which node.
+    pub alone: BTreeMap<VolumeId, (Instant, String)>,
+}
+
+impl Figures {
+    /// Returns true if the last look is recent and found this primary healthy.
+    pub fn is_healthy(&self) -> bool {
+        self.health == Health::Healthy && self.looked.elapsed() < LOOKED_WITHIN
+    }
+
+    /// Returns true if a side with this role and its peer are both primary.
+    pub fn is_split(&self, role: Role) -> bool {
+        role == Role::Primary && self.peer_role == Some(Role::Primary)
+    }
+}
 
 /// Records of mirrors, and what is ordered by them.
 pub(crate) struct Mirrored {
@@ -26,6 +58,7 @@ pub(crate) struct Mirrored {
     /// Orders to take slots, by volumes. The next life of the brain gives them anew.
     feeds: Mutex<HashMap<VolumeId, FeedOrder>>,
     sends: Mutex<HashMap<VolumeId, (Instant, MirrorSend)>>,
+    figures: Mutex<HashMap<GroupId, Figures>>,
     /// Makes the look at a volume or a name and the change that rests on it one step.
     pub changing: tokio::sync::Mutex<()>,
 }
@@ -37,6 +70,7 @@ impl Mirrored {
             groups: Table::load(store.clone(), changes.clone()).await?,
             feeds: Mutex::default(),
             sends: Mutex::default(),
+            figures: Mutex::default(),
             changing: tokio::sync::Mutex::new(()),
         })
     }
@@ -101,6 +135,25 @@ impl Mirrored {
         let takes = feeds.iter().filter(|(_, order)| !order.token.is_empty());
         let takes = takes.map(|(volume, order)| (*volume, order.clone())).collect();
         (sends.values().map(|(_, send)| send.clone()).collect(), takes)
+    }
+
+    fn all_figures(&self) -> MutexGuard<'_, HashMap<GroupId, Figures>> {
+        self.figures.lock().expect("no holder of this lock panics")
+    }
+
+    /// Figures of the last look at a group; `None`: it was not looked at, or it has no record any more.
+    pub fn figures(&self, group: GroupId) -> Option<Figures> {
+        self.all_figures().get(&group).cloned()
+    }
+
+    /// Keeps the figures of a look.
+    pub fn note(&self, group: GroupId, figures: Figures) {
+        self.all_figures().insert(group, figures);
+    }
+
+    /// The group has no record any more.
+    pub fn forget_group(&self, group: GroupId) {
+        self.all_figures().remove(&group);
     }
 
     /// The volume is mirrored no more.

@@ -1,6 +1,7 @@
 //! The controller's metrics, as text that a scraper reads. Values are read from the controller
 //! for each request, so counting costs nothing in between.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -9,10 +10,14 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
+use quoin_cluster::mirror::Role;
+use quoin_cluster::records::MirrorRecord;
 
 use crate::controller::Controller;
 use crate::disaster::scheduled_backup::BackupRecord;
+use crate::mirror::{calls, view};
 use crate::status::health::{Judgement, Reason};
+use crate::time::now_ms;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Named {
@@ -103,6 +108,8 @@ impl Metrics {
             );
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
+            mirrors(&controller, &mut registry);
+            peers(&controller, &mut registry);
         }
         if self.backups.is_scheduled() {
             backups(&self.backups, &mut registry);
@@ -319,4 +326,98 @@ fn nodes(controller: &Controller, registry: &mut Registry) {
     }
     registry.register("node_up", "1 while the node reports", up);
     registry.register("node_volumes_attached", "Volumes attached to the node", attached);
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfMirror {
+    mirror: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct InRole {
+    mirror: String,
+    role: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByRole {
+    role: String,
+}
+
+/// Labels of mirrored groups: their names. A name that several have gets the beginning of the id.
+fn mirror_labels(records: &[Arc<MirrorRecord>]) -> Vec<OfMirror> {
+    let mut uses = HashMap::<&str, usize>::new();
+    for record in records {
+        *uses.entry(&record.group_name).or_default() += 1;
+    }
+    let label = |record: &Arc<MirrorRecord>| {
+        let name = &record.group_name;
+        let mirror = match uses.get(name.as_str()) {
+            Some(2..) => format!("{name}-{}", &record.id.0.to_string()[..8]),
+            _ => name.clone(),
+        };
+        OfMirror { mirror }
+    };
+    records.iter().map(label).collect()
+}
+
+fn mirrors(controller: &Controller, registry: &mut Registry) {
+    let mirrored = &controller.state.mirrored;
+    let counts = Family::<ByRole, Gauge>::default();
+    for role in view::ROLES {
+        counts.get_or_create(&ByRole { role: view::role(role).to_owned() }).set(0);
+    }
+    let gauges = Family::<OfMirror, Gauge>::default;
+    let seconds = Family::<OfMirror, Seconds>::default;
+    let (roles, healthy) = (Family::<InRole, Gauge>::default(), gauges());
+    let (split, orphan) = (gauges(), gauges());
+    let (lag, interval) = (seconds(), seconds());
+    let mut records = mirrored.records.list();
+    for record in &records {
+        counts.get_or_create(&ByRole { role: view::role(record.role()).to_owned() }).inc();
+    }
+    records.sort_by(|one, other| one.group_name.cmp(&other.group_name));
+    records.truncate(calls::GROUPS_MAX);
+    for (record, label) in records.iter().zip(mirror_labels(&records)) {
+        let role = record.role();
+        let in_role = InRole { mirror: label.mirror.clone(), role: view::role(role).to_owned() };
+        roles.get_or_create(&in_role).set(1);
+        orphan.get_or_create(&label).set(i64::from(role == Role::Orphan));
+        let figures = mirrored.figures(record.id.0);
+        let is_split = figures.as_ref().is_some_and(|figures| figures.is_split(role));
+        split.get_or_create(&label).set(i64::from(is_split));
+        if role != Role::Primary {
+            continue;
+        }
+        interval.get_or_create(&label).set(record.settings.interval_s as f64);
+        let Some(figures) = figures else { continue };
+        healthy.get_or_create(&label).set(i64::from(figures.is_healthy()));
+        if let Some(synced_ms) = figures.synced_ms {
+            let lag_ms = now_ms().saturating_sub(synced_ms);
+            lag.get_or_create(&label).set(lag_ms as f64 / 1e3);
+        }
+    }
+    registry.register("mirrors", "Mirrored volumes and groups by their role here", counts);
+    let help = "1 for the role that the mirrored volume or group has here";
+    registry.register("mirror_role", help, roles);
+    let help =
+        "Age of what the peer has of a mirror that is primary here; none before its first copy";
+    registry.register_with_unit("mirror_lag", help, Unit::Seconds, lag);
+    let help = "Time between two points of a mirror that is primary here";
+    registry.register_with_unit("mirror_interval", help, Unit::Seconds, interval);
+    let help = "1 while the peer of a mirror that is primary here keeps up";
+    registry.register("mirror_healthy", help, healthy);
+    let help = "1 while both sides of the mirror are primary";
+    registry.register("mirror_split_brain", help, split);
+    let help = "1 for a copy whose mirror was ended by its peer";
+    registry.register("mirror_orphan", help, orphan);
+}
+
+fn peers(controller: &Controller, registry: &mut Registry) {
+    let up = Family::<Named, Gauge>::default();
+    for peer in controller.membership.peers.list() {
+        let is_up = peer.state == "linked" || peer.state == "heard";
+        up.get_or_create(&Named { name: peer.name }).set(i64::from(is_up));
+    }
+    registry.register("peer_up", "1 while a mirror of the peer is heard", up);
 }
