@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use quoin_api::control::{self as api, volume_condition};
+use quoin_cluster::mirror::Role;
 use quoin_cluster::records::{VerifyState, VolumePhase, VolumeRecord};
 use quoin_cluster::wall_clock::is_ahead;
 use quoin_types::VolumeId;
@@ -23,6 +24,10 @@ use crate::time::{now_ms, timestamp};
 
 /// Time that a target has for an opening before its volume counts as not opened.
 const OPENING_MAX: Duration = Duration::from_secs(8);
+/// Intervals for which a mirror may be degraded before that is a condition.
+const BEHIND_INTERVALS: u32 = 3;
+/// Time that a mirror has to be started beside a target.
+const ALONE_MAX: Duration = Duration::from_secs(30);
 /// Volumes with lost blocks that are remembered.
 const LOST_MAX: usize = 4096;
 
@@ -67,11 +72,16 @@ pub enum Reason {
     NotOpened,
     BeingCreated,
     DeviceNotMade,
+    MirrorSplitBrain,
+    MirrorDiverged,
     ReplicaOffline,
     ReplicaMissing,
     ReplicaRebuilding,
     BadBlocks,
     ChangeBlocked,
+    MirrorBehind,
+    MirrorProcessMissing,
+    MirrorOrphan,
 }
 
 impl Reason {
@@ -83,11 +93,16 @@ impl Reason {
         Self::NotOpened,
         Self::BeingCreated,
         Self::DeviceNotMade,
+        Self::MirrorSplitBrain,
+        Self::MirrorDiverged,
         Self::ReplicaOffline,
         Self::ReplicaMissing,
         Self::ReplicaRebuilding,
         Self::BadBlocks,
         Self::ChangeBlocked,
+        Self::MirrorBehind,
+        Self::MirrorProcessMissing,
+        Self::MirrorOrphan,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -104,6 +119,11 @@ impl Reason {
             Self::ReplicaRebuilding => "ReplicaRebuilding",
             Self::BadBlocks => "BadBlocks",
             Self::ChangeBlocked => "ChangeBlocked",
+            Self::MirrorSplitBrain => "MirrorSplitBrain",
+            Self::MirrorDiverged => "MirrorDiverged",
+            Self::MirrorBehind => "MirrorBehind",
+            Self::MirrorProcessMissing => "MirrorProcessMissing",
+            Self::MirrorOrphan => "MirrorOrphan",
         }
     }
 
@@ -120,7 +140,12 @@ impl Reason {
             | Self::ReplicaMissing
             | Self::ReplicaRebuilding
             | Self::BadBlocks
-            | Self::ChangeBlocked => Severity::Degraded,
+            | Self::ChangeBlocked
+            | Self::MirrorSplitBrain
+            | Self::MirrorDiverged
+            | Self::MirrorBehind
+            | Self::MirrorProcessMissing
+            | Self::MirrorOrphan => Severity::Degraded,
         }
     }
 
@@ -151,10 +176,27 @@ impl Reason {
             Self::ChangeBlocked => {
                 "the change goes on once the pools have deleted what was replaced"
             }
+            Self::MirrorSplitBrain => "IO goes on at both sides, and nothing is sent between them",
+            Self::MirrorDiverged => "nothing is sent, and what each side wrote is kept",
+            Self::MirrorBehind => "points are sent as soon as the peer takes them",
+            Self::MirrorProcessMissing => "nothing of this volume is sent or taken until one runs",
+            Self::MirrorOrphan => "the copy is kept as it is",
         }
     }
 
-    /// Steps that a person can take.
+    /// Returns true for one of the mirror, whose steps name the mirrored volume or group.
+    fn is_of_mirror(self) -> bool {
+        matches!(
+            self,
+            Self::MirrorSplitBrain
+                | Self::MirrorDiverged
+                | Self::MirrorBehind
+                | Self::MirrorProcessMissing
+                | Self::MirrorOrphan
+        )
+    }
+
+    /// Steps that a person can take; `name`: that of the volume, or of what is mirrored.
     fn way_out(self, name: &str) -> String {
         match self {
             Self::BlocksLost => format!(
@@ -194,6 +236,27 @@ impl Reason {
             Self::ChangeBlocked => {
                 "start these pools, or `quoin pool remove` those that are gone for good".to_owned()
             }
+            Self::MirrorSplitBrain => format!(
+                "on the side whose writes are to go: `quoin mirror demote {name}`, then \
+                 `quoin mirror resync {name} --force`, which keeps them in a snapshot"
+            ),
+            Self::MirrorDiverged => format!(
+                "on the side that diverged: `quoin mirror resync {name} --force` follows the other one \
+                 and keeps what was written here in a snapshot, and `quoin mirror promote {name} \
+                 --accept-diverged` takes this side for the truth"
+            ),
+            Self::MirrorBehind => format!(
+                "`quoin mirror status {name}` says what it waits for, and `quoin mirror peers` how \
+                 the peer is reached"
+            ),
+            Self::MirrorProcessMissing => {
+                "start `quoin mirror run` on the host of that node: `quoin mirror run --help`"
+                    .to_owned()
+            }
+            Self::MirrorOrphan => format!(
+                "`quoin mirror promote {name}` makes an ordinary volume or group of it; otherwise \
+                 delete its volumes: `quoin volume delete --help`"
+            ),
         }
     }
 }
@@ -232,6 +295,71 @@ pub(crate) struct Evidence<'a> {
     pub lost_blocks: Option<u64>,
     /// Pools of its replicas that take no writes.
     pub full_pools: Vec<String>,
+    /// State of its mirror; `None`: it is not mirrored, or was not looked at yet.
+    pub mirror: Option<MirrorEvidence>,
+}
+
+/// Facts of a mirrored volume.
+pub(crate) struct MirrorEvidence {
+    /// Name of the volume or the group that is mirrored.
+    pub name: String,
+    pub peer: String,
+    pub role: Role,
+    pub peer_role: Option<Role>,
+    /// Time for which a primary has not been healthy.
+    pub ill_for: Option<Duration>,
+    pub interval: Duration,
+    /// Age of what the other side has; `None`: it has no complete copy.
+    pub lag: Option<Duration>,
+    pub is_silent: bool,
+    pub is_paused: bool,
+    /// Node whose target has no mirror beside it, and for how long.
+    pub alone: Option<(String, Duration)>,
+}
+
+/// The conditions of a mirror, with their messages.
+fn of_mirror(mirror: &MirrorEvidence) -> Vec<(Reason, String)> {
+    let MirrorEvidence { name, peer, role, .. } = mirror;
+    let mut found = Vec::new();
+    match (role, mirror.peer_role) {
+        (Role::Primary, Some(Role::Primary)) => found.push((
+            Reason::MirrorSplitBrain,
+            format!("{name:?} is primary in this cluster and in {peer}"),
+        )),
+        (Role::Primary, Some(Role::Diverged)) => found.push((
+            Reason::MirrorDiverged,
+            format!("the copy of {name:?} in {peer} was written to since the last common point"),
+        )),
+        (Role::Diverged, _) => found.push((
+            Reason::MirrorDiverged,
+            format!("both this cluster and {peer} wrote to {name:?} since the last common point"),
+        )),
+        (Role::Orphan, _) => found.push((
+            Reason::MirrorOrphan,
+            format!("{peer} ended the mirror of {name:?}: this is a copy without a primary"),
+        )),
+        _ => {}
+    }
+    let is_behind = mirror.ill_for.is_some_and(|time| time > BEHIND_INTERVALS * mirror.interval);
+    if *role == Role::Primary && is_behind && found.is_empty() {
+        let lag = match mirror.lag {
+            Some(lag) => format!("what {peer} has of {name:?} is {} s old", lag.as_secs()),
+            None => format!("{peer} has no complete copy of {name:?} yet"),
+        };
+        let why = match (mirror.is_paused, mirror.is_silent) {
+            (true, _) => "; it is paused: `quoin mirror resume`",
+            (false, true) => "; the peer is silent",
+            (false, false) => "",
+        };
+        found.push((Reason::MirrorBehind, format!("{lag}{why}")));
+    }
+    if let Some((node, time)) = &mirror.alone
+        && *time >= ALONE_MAX
+    {
+        let message = format!("no mirror runs beside the target on node {node}");
+        found.push((Reason::MirrorProcessMissing, message));
+    }
+    found
 }
 
 /// The condition that follows from what a target waits for.
@@ -339,6 +467,9 @@ pub(crate) fn judge(evidence: &Evidence<'_>) -> Judgement {
     if let Some(pools) = volume.is_full_of_retired() {
         say(Reason::ChangeBlocked, format!("it waits for {pools}"));
     }
+    for (reason, message) in evidence.mirror.iter().flat_map(of_mirror) {
+        say(reason, message);
+    }
     known(found)
 }
 
@@ -444,8 +575,31 @@ impl Conditions {
         };
         let pools = volume.replicas.iter().map(|replica| replica.pool.clone());
         let full_pools = pools.filter(is_full).collect();
-        let status = &status;
-        judge(&Evidence { volume, status, serving, unopened_for, lost_blocks, full_pools })
+        let (status, mirror) = (&status, self.mirror(volume));
+        judge(&Evidence { volume, status, serving, unopened_for, lost_blocks, full_pools, mirror })
+    }
+
+    /// State of the volume's mirror, as its last look saw it.
+    fn mirror(&self, volume: &VolumeRecord) -> Option<MirrorEvidence> {
+        let record = self.state.mirrored.of(volume)?;
+        let figures = self.state.mirrored.figures(record.id.0)?;
+        let peer_id = record.brain().peer.to_string();
+        let peer = self.state.joined.peers.get(&peer_id);
+        let role = record.role();
+        let lag_ms = figures.synced_ms.map(|synced_ms| now_ms().saturating_sub(synced_ms));
+        let alone = figures.alone.get(&volume.id.0);
+        Some(MirrorEvidence {
+            name: record.group_name.clone(),
+            peer: peer.map_or(peer_id, |peer| peer.name.clone()),
+            role,
+            peer_role: figures.peer_role,
+            ill_for: figures.ill_since.map(|since| since.elapsed()),
+            interval: Duration::from_secs(record.settings.interval_s),
+            lag: lag_ms.map(Duration::from_millis),
+            is_silent: figures.is_silent,
+            is_paused: record.settings.is_paused,
+            alone: alone.map(|(since, node)| (node.clone(), since.elapsed())),
+        })
     }
 
     /// Blocks that are lost, as the last verification counted them or a read found them. A
@@ -476,7 +630,10 @@ impl Conditions {
         let since =
             |reason| memory.get(&volume.id.0).and_then(|m| m.since_ms.get(&reason).copied());
         let name = crate::text::quoted(&volume.spec.name);
+        let mirror = self.state.mirrored.of(volume);
+        let mirrored = mirror.map_or_else(|| name.clone(), |m| crate::text::quoted(&m.group_name));
         let message = |found: Found| {
+            let named = if found.reason.is_of_mirror() { &mirrored } else { &name };
             let severity: volume_condition::Severity = found.reason.severity().into();
             api::VolumeCondition {
                 reason: found.reason.as_str().to_owned(),
@@ -484,7 +641,7 @@ impl Conditions {
                 message: found.message,
                 since: since(found.reason).map(timestamp),
                 action: found.reason.action().to_owned(),
-                way_out: found.reason.way_out(&name),
+                way_out: found.reason.way_out(named),
             }
         };
         (found.into_iter().map(message).collect(), String::new())
