@@ -11,8 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, MirrorReport};
+use quoin_cluster::mirror;
 use quoin_cluster::peers::{self, NotTaken};
-use quoin_cluster::records::{Introduction, MemberOfCluster, MirrorAddressRecord, PeerRecord};
+use quoin_cluster::records::{
+    Introduction, MemberOfCluster, MirrorAddressRecord, MirrorRecord, PeerRecord,
+};
 use quoin_identity::{PairToken, Role, TrustedPeers, check_name};
 use tokio::time::Instant;
 
@@ -31,6 +34,8 @@ const RUNS_WITHIN: Duration = Duration::from_secs(5);
 const ID_DIGITS_MIN: usize = 8;
 /// Between two changes of a record that one mirror, or one peer, causes.
 const CHANGES_APART: Duration = Duration::from_secs(2);
+/// Most mirrored groups that a refusal names.
+const NAMED_MAX: usize = 3;
 /// A peer of which nothing was heard for so long is silent.
 const SILENT_AFTER: Duration = Duration::from_secs(30);
 
@@ -221,9 +226,15 @@ impl Peers {
     }
 
     /// Trusts a peer no more, named by its name or its id.
+    ///
+    /// # Errors
+    /// It is no peer, or groups are mirrored with it; the store fails.
     pub async fn unpair(&self, peer: &str) -> Result<api::Peer, Error> {
         let record = self.find(peer)?;
         let _one = self.pairing.lock().await;
+        // No mirror begins in between.
+        let _unchanged = self.state.mirrored.changing.lock().await;
+        self.check_unmirrored(&record)?;
         // The token that it used may be used once more by the same cluster.
         self.members.end_peer_tokens(&record.cluster).await?;
         self.state.joined.peers.remove(&record.cluster, |_| true).await?;
@@ -231,6 +242,36 @@ impl Peers {
         let message = "its mirrors are not let in any more";
         self.event(about(&record), Severity::Normal, "PeerUnpaired", message);
         Ok(self.shown(&record))
+    }
+
+    /// A mirror without a peer would be behind for ever, and could not be ended on both sides.
+    ///
+    /// # Errors
+    /// Groups are mirrored with this peer. Orphans and mirrors that were ended do not count.
+    fn check_unmirrored(&self, peer: &PeerRecord) -> Result<(), Error> {
+        let is_with_it = |record: &Arc<MirrorRecord>| {
+            let is_over = matches!(record.role(), mirror::Role::Off | mirror::Role::Orphan);
+            !is_over && record.brain().peer.to_string() == peer.cluster
+        };
+        let mut with_it = self.state.mirrored.records.list();
+        with_it.retain(is_with_it);
+        with_it.sort_by(|one, other| one.group_name.cmp(&other.group_name));
+        let named = with_it.iter().take(NAMED_MAX).map(|record| {
+            let role = crate::mirror::view::role(record.role());
+            format!("{:?} ({role} here)", record.group_name)
+        });
+        let named = named.collect::<Vec<_>>().join(", ");
+        let more = match with_it.len() {
+            0 => return Ok(()),
+            count if count > NAMED_MAX => format!(" and {} more", count - NAMED_MAX),
+            _ => String::new(),
+        };
+        Err(Error::Precondition(format!(
+            "mirrored with {}: {named}{more}. End that first: `quoin mirror disable` on the side that is \
+             primary; where that cluster is gone, make its copies here primary (`quoin mirror promote \
+             --force`), then disable them",
+            peer.name
+        )))
     }
 
     /// The peer of this name or id; empty: the only one.

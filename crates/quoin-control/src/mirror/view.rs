@@ -3,13 +3,14 @@
 use quoin_api::control as api;
 use quoin_cluster::mirror::Role;
 use quoin_cluster::mirror::answers::Health;
-use quoin_cluster::records::MirrorRecord;
+use quoin_cluster::records::{MirrorRecord, VolumeRecord};
 use quoin_types::BLOCK_SIZE;
 use quoin_types::ids::PointId;
 
 use super::driver::{Live, Mirrors};
 use super::{LOST, observe};
 use crate::Error;
+use crate::state::State;
 use crate::time::{now_ms, timestamp};
 
 /// All roles that a side can have.
@@ -36,6 +37,18 @@ pub(crate) fn role(role: Role) -> &'static str {
         Role::Resyncing => "resyncing",
         Role::Orphan => "orphan",
     }
+}
+
+/// Place of a volume in its mirror; `None`: it is not mirrored.
+pub(crate) fn of_volume(state: &State, volume: &VolumeRecord) -> Option<api::MirrorOfVolume> {
+    let mirror = volume.mirror.as_ref()?;
+    let record = state.mirrored.of(volume);
+    let record = record.as_ref();
+    Some(api::MirrorOfVolume {
+        role: record.map(|record| role(record.role()).to_owned()).unwrap_or_default(),
+        group_id: mirror.group.0.to_string(),
+        group_name: record.map(|record| record.group_name.clone()).unwrap_or_default(),
+    })
 }
 
 /// What the life of a brain knows beside its record.

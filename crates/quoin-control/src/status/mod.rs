@@ -371,6 +371,7 @@ impl Status {
                 .reverts
                 .get(&volume.id.0.to_string())
                 .map(|revert| crate::snapshot::reverts::view(&self.state, &revert)),
+            mirror: crate::mirror::view::of_volume(&self.state, volume),
         }
     }
 

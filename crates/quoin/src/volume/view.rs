@@ -1,6 +1,8 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_api::control::{Attachment, MadeFrom, Topology, Volume, VolumeDevice, VolumeSpec};
+use quoin_api::control::{
+    Attachment, MadeFrom, MirrorOfVolume, Topology, Volume, VolumeDevice, VolumeSpec,
+};
 use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::Serialize;
@@ -40,6 +42,9 @@ pub struct VolumeView {
     /// The last return to a snapshot, or the one under way.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub revert: Option<RevertView>,
+    /// Its place in a mirror; absent: it is not mirrored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<MirrorOfVolumeView>,
     pub replicas: Vec<ReplicaView>,
     /// The comparison of all replicas that is under way, or the last one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -47,6 +52,32 @@ pub struct VolumeView {
     /// State of it on this host, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub here: Option<LocalDeviceView>,
+}
+
+/// Role of a volume in its mirror, and what is mirrored: the volume itself, or its group.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct MirrorOfVolumeView {
+    /// Empty: the other cluster has not named the mirror yet, or its record is lost.
+    pub role: String,
+    pub group: String,
+    pub group_id: String,
+}
+
+impl From<MirrorOfVolume> for MirrorOfVolumeView {
+    fn from(mirror: MirrorOfVolume) -> Self {
+        Self { role: mirror.role, group: mirror.group_name, group_id: mirror.group_id }
+    }
+}
+
+impl MirrorOfVolumeView {
+    fn sentence(&self, volume_id: &str) -> String {
+        match self.role.as_str() {
+            "" => format!("no record of it ({})", self.group_id),
+            role if self.group_id == volume_id => role.to_owned(),
+            role => format!("{role}, in group {}", self.group),
+        }
+    }
 }
 
 /// Source of a volume, with the names of that time.
@@ -314,6 +345,7 @@ impl From<Volume> for VolumeView {
             },
             made_from: volume.made_from.map(MadeFromView::from),
             revert: volume.revert.map(RevertView::from),
+            mirror: volume.mirror.map(MirrorOfVolumeView::from),
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
             verification: volume.verification.map(VerificationView::from),
             here: None,
@@ -394,6 +426,10 @@ impl VolumeView {
             ("snapshots", self.snapshots.sentence()),
             ("made from", self.made_from.as_ref().map(MadeFromView::sentence).unwrap_or_default()),
             ("went back", self.revert.as_ref().map(RevertView::line).unwrap_or_default()),
+            (
+                "mirror",
+                self.mirror.as_ref().map(|mirror| mirror.sentence(&self.id)).unwrap_or_default(),
+            ),
             ("epoch", Epoch(self.membership.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);
