@@ -21,6 +21,7 @@ pub(crate) fn snapshot(id: u128, volume: u128) -> SnapshotRecord {
         failure: String::new(),
         used_by: Vec::new(),
         made_for: String::new(),
+        point: None,
     }
 }
 

@@ -683,4 +683,50 @@ mod tests {
         let found = all.iter().rev().map(|found| (found.reason, vec![String::new()])).collect();
         assert_eq!(known(found), Judgement::Known(all));
     }
+
+    #[test]
+    fn each_fault_of_a_mirror_has_its_condition_and_a_healthy_one_has_none() {
+        let healthy = || MirrorEvidence {
+            name: "db".to_owned(),
+            peer: "west".to_owned(),
+            role: Role::Primary,
+            peer_role: Some(Role::Secondary),
+            ill_for: None,
+            interval: Duration::from_secs(60),
+            lag: Some(Duration::from_secs(200)),
+            is_silent: false,
+            is_paused: false,
+            alone: None,
+        };
+        let reasons = |mirror: MirrorEvidence| {
+            of_mirror(&mirror).into_iter().map(|(reason, _)| reason).collect::<Vec<_>>()
+        };
+        assert_eq!(reasons(healthy()), []);
+        let ill =
+            |seconds| MirrorEvidence { ill_for: Some(Duration::from_secs(seconds)), ..healthy() };
+        assert_eq!(reasons(ill(180)), [], "for three intervals");
+        assert_eq!(reasons(ill(181)), [Reason::MirrorBehind]);
+        let silent = MirrorEvidence { is_silent: true, ..ill(181) };
+        assert!(of_mirror(&silent)[0].1.contains("200 s old; the peer is silent"));
+        let paused = MirrorEvidence { is_paused: true, ..ill(181) };
+        assert!(of_mirror(&paused)[0].1.contains("`quoin mirror resume`"));
+        let with = |role, peer_role| MirrorEvidence { role, peer_role, ..ill(181) };
+        let split = with(Role::Primary, Some(Role::Primary));
+        assert_eq!(reasons(split), [Reason::MirrorSplitBrain], "which is why it is behind");
+        for diverged in [
+            with(Role::Primary, Some(Role::Diverged)),
+            with(Role::Diverged, Some(Role::Primary)),
+            with(Role::Diverged, None),
+        ] {
+            assert_eq!(reasons(diverged), [Reason::MirrorDiverged]);
+        }
+        assert_eq!(reasons(with(Role::Orphan, None)), [Reason::MirrorOrphan]);
+        assert_eq!(reasons(with(Role::Secondary, Some(Role::Primary))), []);
+        let alone = |seconds| {
+            let alone = Some(("n1".to_owned(), Duration::from_secs(seconds)));
+            MirrorEvidence { role: Role::Secondary, alone, ..healthy() }
+        };
+        assert_eq!(reasons(alone(29)), []);
+        assert_eq!(reasons(alone(30)), [Reason::MirrorProcessMissing]);
+    }
 }

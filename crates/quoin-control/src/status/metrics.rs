@@ -60,7 +60,8 @@ impl Metrics {
         Self::default()
     }
 
-    pub(crate) fn watch(&self, controller: &Arc<Controller>) {
+    /// Shows this controller from now on, as long as it lives.
+    pub fn watch(&self, controller: &Arc<Controller>) {
         *self.controller.lock().expect("no holder of this lock panics") =
             Arc::downgrade(controller);
     }

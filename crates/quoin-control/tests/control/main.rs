@@ -23,6 +23,7 @@ mod key_slots;
 mod late_calls;
 mod leaving;
 mod lifecycle;
+mod mirrors;
 mod modifying;
 mod partial;
 mod recovering;

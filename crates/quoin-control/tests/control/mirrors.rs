@@ -1,0 +1,229 @@
+//! Mirrored volumes as metrics, conditions, messages and the end of a pairing see them.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_cluster::mirror::record::Parameters;
+use quoin_cluster::mirror::{Begun, Chain, ClusterId, Generation, Keepsake, Record as Brain, Role};
+use quoin_cluster::ownership::mirrored;
+use quoin_cluster::records::{
+    Introduction, MirrorRecord, MirrorSettings, PeerRecord, Record, VolumeRecord, decode, encode,
+};
+use quoin_control::store::Entry;
+use quoin_control::{Controller, Error, Metrics};
+use quoin_types::VolumeId;
+use quoin_types::ids::GroupId;
+
+use crate::cluster::Cluster;
+
+const PEER: u128 = 0xe0;
+const INTERVAL_S: u64 = 10;
+
+/// Puts a record where the next controller finds it.
+fn put<R: Record>(cluster: &Cluster, record: &R) {
+    cluster.store.put_back(Entry { key: record.key(), revision: 1 << 40, value: encode(record) });
+}
+
+/// Makes a peer called west for the next controller.
+fn pair(cluster: &Cluster) {
+    let peer = PeerRecord {
+        cluster: format!("{PEER:032x}"),
+        name: "west".into(),
+        introduction: Introduction::default(),
+        paired_ms: 1,
+    };
+    put(cluster, &peer);
+}
+
+fn brain(cluster: &Cluster, group: GroupId, members: Vec<VolumeId>, role: Role) -> Brain {
+    let own: ClusterId = cluster.controller.state.identity().cluster().to_string().parse().unwrap();
+    let peer: ClusterId = format!("{PEER:032x}").parse().unwrap();
+    let parameters = Parameters { interval_s: INTERVAL_S, may_take_over: false };
+    let chain = |cluster| {
+        Chain::new(Begun { generation: Generation { number: 1, cluster, id: 7 }, at: None })
+    };
+    match role {
+        Role::Primary => Brain {
+            chain: chain(own),
+            is_paired: true,
+            ..Brain::primary(group, [own, peer], members, parameters)
+        },
+        role => {
+            Brain { role, ..Brain::secondary(group, [own, peer], members, chain(peer), parameters) }
+        }
+    }
+}
+
+fn mirror(brain: Brain, name: &str, is_volume: bool) -> MirrorRecord {
+    let settings = MirrorSettings {
+        interval_s: INTERVAL_S,
+        may_take_over: false,
+        compresses: true,
+        bandwidth_limit: 0,
+        is_paused: false,
+    };
+    MirrorRecord::new(brain, (name.to_owned(), is_volume), settings, 1)
+}
+
+/// Makes a volume that is mirrored by itself, for the next controller.
+async fn mirrored_volume(cluster: &mut Cluster, name: &str, role: Role) {
+    let volume = cluster.create(name).await;
+    let group = GroupId(volume.id.0.0);
+    let brain = brain(cluster, group, vec![volume.id.0], role);
+    let entry = cluster.store.entry(&volume.key());
+    let mut record: VolumeRecord = decode(&entry.value).unwrap();
+    let keepsake = Keepsake { is_primary: role == Role::Primary, begun: brain.chain.top() };
+    mirrored::keep(&mut record, group, keepsake);
+    put(cluster, &record);
+    put(cluster, &mirror(brain, name, true));
+}
+
+/// Looks at all groups once, as the reconciler does again and again.
+async fn look(controller: &Controller) {
+    for record in controller.mirror.driver.list().unwrap() {
+        controller.mirror.driver.view(&record).await.unwrap();
+    }
+}
+
+fn rendered(controller: &Arc<Controller>) -> String {
+    let metrics = Metrics::new();
+    metrics.watch(controller);
+    metrics.render()
+}
+
+fn reasons(cluster: &Cluster, name: &str) -> Vec<String> {
+    cluster.shown(name).conditions.into_iter().map(|condition| condition.reason).collect()
+}
+
+/// Names of metrics of mirrors that the example of alert rules uses.
+fn names_in_rules() -> BTreeSet<String> {
+    let rules = include_str!("../../../../packaging/prometheus/quoin.rules.yml");
+    let expressions = rules.lines().filter_map(|line| line.trim().strip_prefix("expr: "));
+    let is_of_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+    let words = expressions.flat_map(|expression| expression.split(move |c| !is_of_name(c)));
+    let of_mirrors =
+        |name: &&str| name.starts_with("quoin_mirror_") || name.starts_with("quoin_peer_");
+    words.filter(of_mirrors).map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn metrics_show_each_mirror_and_none_of_one_that_is_gone() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    for (name, role) in [
+        ("db", Role::Primary),
+        ("copy", Role::Diverged),
+        ("left", Role::Orphan),
+        ("over", Role::Off),
+    ] {
+        mirrored_volume(&mut cluster, name, role).await;
+    }
+    // Two mirrors of one name: each has its own figures.
+    for id in [1, 2] {
+        let brain = brain(&cluster, GroupId(id << 96), Vec::new(), Role::Secondary);
+        put(&cluster, &mirror(brain, "twin", false));
+    }
+    let mut record =
+        mirror(brain(&cluster, GroupId(3), Vec::new(), Role::Primary), "synced", false);
+    let mut synced = record.brain().clone();
+    synced.points.common = Some(quoin_types::ids::PointId(5));
+    synced.points.common_cut_ms = 1;
+    record.change(1, synced);
+    put(&cluster, &record);
+    cluster.restart().await;
+    look(&cluster.controller).await;
+    let controller =
+        Arc::new(crate::cluster::open(&cluster.store, cluster.offline_after).await.unwrap());
+    look(&controller).await;
+    let shown = rendered(&controller);
+    for line in [
+        "quoin_mirror_role{mirror=\"db\",role=\"primary\"} 1\n",
+        "quoin_mirror_role{mirror=\"copy\",role=\"diverged\"} 1\n",
+        "quoin_mirror_role{mirror=\"twin-00000001\",role=\"secondary\"} 1\n",
+        "quoin_mirror_role{mirror=\"twin-00000002\",role=\"secondary\"} 1\n",
+        "quoin_mirror_healthy{mirror=\"db\"} 0\n",
+        "quoin_mirror_interval_seconds{mirror=\"db\"} 10.0\n",
+        "quoin_mirror_split_brain{mirror=\"db\"} 0\n",
+        "quoin_mirror_orphan{mirror=\"left\"} 1\n",
+        "quoin_mirror_orphan{mirror=\"db\"} 0\n",
+        "quoin_mirrors{role=\"primary\"} 2\n",
+        "quoin_mirrors{role=\"resyncing\"} 0\n",
+        "quoin_peer_up{name=\"west\"} 0\n",
+    ] {
+        assert!(shown.contains(line), "{line}{shown}");
+    }
+    // The age since the cut of 1970.
+    assert!(shown.contains("quoin_mirror_lag_seconds{mirror=\"synced\"} 1"), "{shown}");
+    assert!(!shown.contains("quoin_mirror_lag_seconds{mirror=\"db\"}"), "nothing is synced yet");
+    assert!(!shown.contains("quoin_mirror_healthy{mirror=\"copy\"}"), "a copy has no health");
+    assert!(!shown.contains("\"over\""), "it was ended");
+    let names = names_in_rules();
+    assert!(names.len() > 5);
+    for name in names {
+        assert!(shown.contains(&format!("\n{name}{{")), "a rule is on {name}");
+    }
+}
+
+#[tokio::test]
+async fn the_message_of_a_volume_has_its_role_in_the_mirror() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    mirrored_volume(&mut cluster, "db", Role::Primary).await;
+    cluster.create("other").await;
+    cluster.restart().await;
+    let mirror = cluster.shown("db").mirror.unwrap();
+    assert_eq!((mirror.role.as_str(), mirror.group_name.as_str()), ("primary", "db"));
+    assert_eq!(mirror.group_id, cluster.volume("db").id.0.to_string());
+    assert_eq!(cluster.shown("other").mirror, None);
+}
+
+#[tokio::test]
+async fn a_volume_says_what_is_wrong_with_its_mirror() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    for (name, role) in [("db", Role::Primary), ("copy", Role::Diverged), ("left", Role::Orphan)] {
+        mirrored_volume(&mut cluster, name, role).await;
+    }
+    // Three intervals of it are over at once.
+    let hasty = cluster.create("hasty").await;
+    let primary = brain(&cluster, GroupId(hasty.id.0.0), vec![hasty.id.0], Role::Primary);
+    let mut hasty = mirror(primary, "hasty", true);
+    hasty.settings.interval_s = 0;
+    mirrored_volume(&mut cluster, "hasty", Role::Primary).await;
+    put(&cluster, &hasty);
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    look(&cluster.controller).await;
+    tokio::time::sleep(Duration::from_millis(2)).await;
+    look(&cluster.controller).await;
+    assert_eq!(reasons(&cluster, "db"), Vec::<String>::new(), "it has three intervals");
+    assert_eq!(reasons(&cluster, "hasty"), ["MirrorBehind"]);
+    assert_eq!(reasons(&cluster, "copy"), ["MirrorDiverged"]);
+    let orphan = cluster.shown("left").conditions.pop().unwrap();
+    assert_eq!(orphan.reason, "MirrorOrphan");
+    assert!(orphan.message.contains("west"), "{}", orphan.message);
+    assert!(orphan.way_out.contains("`quoin mirror promote left`"), "{}", orphan.way_out);
+}
+
+#[tokio::test]
+async fn a_peer_stays_paired_while_groups_are_mirrored_with_it() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    for (at, name) in ["a", "b", "c", "d"].into_iter().enumerate() {
+        let brain = brain(&cluster, GroupId(at as u128 + 1), Vec::new(), Role::Secondary);
+        put(&cluster, &mirror(brain, name, false));
+    }
+    cluster.restart().await;
+    let refused = cluster.controller.membership.peers.unpair("west").await;
+    let Err(Error::Precondition(why)) = refused else { panic!("{refused:?}") };
+    assert!(why.contains("\"a\"") && why.contains("\"c\"") && !why.contains("\"d\""), "{why}");
+    assert!(why.contains("and 1 more") && why.contains("`quoin mirror disable`"), "{why}");
+    for (at, role) in [Role::Off, Role::Orphan, Role::Off, Role::Orphan].into_iter().enumerate() {
+        let brain = brain(&cluster, GroupId(at as u128 + 1), Vec::new(), role);
+        put(&cluster, &mirror(brain, "over", false));
+    }
+    cluster.restart().await;
+    cluster.controller.membership.peers.unpair("west").await.unwrap();
+    assert_eq!(cluster.controller.membership.peers.list(), []);
+}
