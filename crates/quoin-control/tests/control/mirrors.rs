@@ -22,7 +22,7 @@ const INTERVAL_S: u64 = 10;
 
 /// Puts a record where the next controller finds it.
 fn put<R: Record>(cluster: &Cluster, record: &R) {
-    cluster.store.put_back(Entry { key: record.key(), revision: 1 << 40, value: encode(record) });
+    cluster.store.put_back(Entry { key: record.key(), revision: 1, value: encode(record) });
 }
 
 /// Makes a peer called west for the next controller.
