@@ -184,7 +184,7 @@ fn every_alert_is_on_metrics_that_there_are(shown: &str) {
             .filter(|word| word.starts_with("quoin_"))
             .peekable();
         assert!(names.peek().is_some(), "{expression} is on no metric");
-        // Those of mirrors need a second cluster; quoin-control compares them (tests/control/mirrors.rs).
+        // Metrics of mirrors need a second cluster: quoin-control compares them (tests/control/mirrors.rs).
         let is_of_mirrors =
             |name: &&str| name.starts_with("quoin_mirror_") || *name == "quoin_peer_up";
         for name in names.filter(|name| !is_of_mirrors(name)) {

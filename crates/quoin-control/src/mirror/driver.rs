@@ -319,6 +319,8 @@ impl Mirrors {
             let node = volume.opened.owner.clone().filter(|node| !self.peers.has_mirror(node))?;
             Some((member.volume, (alone_since(&member.volume, &node), node)))
         };
+        let synced_ms = live.brain.synced_ms(now);
+        let lag = |at_ms| Duration::from_millis(now.wall_ms.saturating_sub(at_ms));
         let is_at_work = !matches!(role, Role::Off | Role::Orphan);
         let members = record.brain().members.iter().filter(|_| is_at_work);
         let figures = Figures {
@@ -326,7 +328,7 @@ impl Mirrors {
             peer_role: live.brain.heard().map(|word| word.role),
             is_silent: live.brain.is_silent(now.time),
             health,
-            synced_ms: live.brain.synced_ms(now),
+            lag_then: synced_ms.map(lag),
             ill_since: is_ill.then(|| ill_before.unwrap_or(looked)),
             alone: members.filter_map(alone).collect(),
         };

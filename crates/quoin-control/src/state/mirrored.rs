@@ -31,8 +31,8 @@ pub(crate) struct Figures {
     pub is_silent: bool,
     /// Health of a primary.
     pub health: Health,
-    /// Wall clock up to which the other side has everything.
-    pub synced_ms: Option<u64>,
+    /// Age at the look of what the other side has; `None`: it has no complete copy.
+    pub lag_then: Option<Duration>,
     /// Time since which each look at this primary found it not healthy.
     pub ill_since: Option<Instant>,
     /// Members whose target has no mirror beside it: since when, and on which node.
@@ -40,6 +40,11 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
+    /// Age of what the other side has now, as far as the last look knows.
+    pub fn lag(&self) -> Option<Duration> {
+        self.lag_then.map(|lag| lag.saturating_add(self.looked.elapsed()))
+    }
+
     /// Returns true if the last look is recent and found this primary healthy.
     pub fn is_healthy(&self) -> bool {
         self.health == Health::Healthy && self.looked.elapsed() < LOOKED_WITHIN

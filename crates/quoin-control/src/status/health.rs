@@ -586,7 +586,6 @@ impl Conditions {
         let peer_id = record.brain().peer.to_string();
         let peer = self.state.joined.peers.get(&peer_id);
         let role = record.role();
-        let lag_ms = figures.synced_ms.map(|synced_ms| now_ms().saturating_sub(synced_ms));
         let alone = figures.alone.get(&volume.id.0);
         Some(MirrorEvidence {
             name: record.group_name.clone(),
@@ -595,7 +594,7 @@ impl Conditions {
             peer_role: figures.peer_role,
             ill_for: figures.ill_since.map(|since| since.elapsed()),
             interval: Duration::from_secs(record.settings.interval_s),
-            lag: lag_ms.map(Duration::from_millis),
+            lag: figures.lag(),
             is_silent: figures.is_silent,
             is_paused: record.settings.is_paused,
             alone: alone.map(|(since, node)| (node.clone(), since.elapsed())),

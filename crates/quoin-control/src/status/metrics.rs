@@ -17,7 +17,6 @@ use crate::controller::Controller;
 use crate::disaster::scheduled_backup::BackupRecord;
 use crate::mirror::{calls, view};
 use crate::status::health::{Judgement, Reason};
-use crate::time::now_ms;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Named {
@@ -393,9 +392,8 @@ fn mirrors(controller: &Controller, registry: &mut Registry) {
         interval.get_or_create(&label).set(record.settings.interval_s as f64);
         let Some(figures) = figures else { continue };
         healthy.get_or_create(&label).set(i64::from(figures.is_healthy()));
-        if let Some(synced_ms) = figures.synced_ms {
-            let lag_ms = now_ms().saturating_sub(synced_ms);
-            lag.get_or_create(&label).set(lag_ms as f64 / 1e3);
+        if let Some(time) = figures.lag() {
+            lag.get_or_create(&label).set(time.as_secs_f64());
         }
     }
     registry.register("mirrors", "Mirrored volumes and groups by their role here", counts);
