@@ -36,6 +36,8 @@ const QUEUE_MAX: usize = 4096;
 /// Between two looks at a group that is on its way, and at one that is at rest.
 const SOON: Duration = Duration::from_millis(100);
 const AT_REST: Duration = Duration::from_secs(1);
+/// A peer is heard anew where that is so much later than before: its frames come every second.
+const HEARD_APART: Duration = Duration::from_millis(500);
 /// Changes of the record in one look.
 const CHANGES_MAX: usize = 32;
 /// Messages of peers that wait for one group, and those that wait for a link.
@@ -346,7 +348,9 @@ impl Mirrors {
         let mut events = Vec::new();
         events.push(Event::OwnMirror { is_running: self.peers.leader().is_some() });
         let heard = self.peers.heard_at(&record.brain().peer.to_string());
-        if heard > live.heard {
+        // A mirror reports how long ago it heard the peer: one moment looks a little later in each report.
+        let is_news = |at: Instant| live.heard.is_none_or(|last| at > last + HEARD_APART);
+        if heard.is_some_and(is_news) {
             live.heard = heard;
             events.push(Event::Heard);
         }
