@@ -155,7 +155,8 @@ fn a_volume_moves_to_the_other_cluster_and_back_with_every_acknowledged_write() 
     assert!(cut.contains("copy"), "{cut}");
     let cut = refused(second, &["snapshot", "create", "--group", "both", "db"]);
     assert!(cut.contains("copy"), "{cut}");
-    second.ok(&["volume", "delete", "db", "--yes"]);
+    let deleted = refused(second, &["volume", "delete", "db", "--yes"]);
+    assert!(deleted.contains("copy") && deleted.contains("mirror disable"), "{deleted}");
     second.ok(&["mirror", "disable", "db"]);
     assert_eq!(status(second, "db")["role"], "secondary", "a clean-up changes nothing");
     let mirrored = refused(first, &["volume", "delete", "db", "--yes"]);
@@ -191,7 +192,10 @@ fn a_volume_moves_to_the_other_cluster_and_back_with_every_acknowledged_write() 
 
     first.ok(&["mirror", "disable", "db"]);
     wait_for_role(second, "db", "orphan");
-    assert!(refused(first, &["mirror", "status", "db"]).contains("not mirrored"));
+    first.eventually("the record goes once the other side knows", || {
+        let output = first.quoin(&["mirror", "status", "db"]);
+        String::from_utf8(output.stderr).unwrap().contains("not mirrored").then_some(())
+    });
     second.ok(&["mirror", "promote", "db"]);
     let there = client(second, "db");
     detach(second, "db", there);

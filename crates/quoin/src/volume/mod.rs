@@ -306,6 +306,14 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Delete { volume, yes } => {
             // A volume that does not exist needs no confirmation.
             let found = get_volume(&mut cluster, &volume).await?;
+            // An orchestrator's deletion of a copy is answered, and takes nothing: a person is told.
+            let role = found.mirror.as_ref().map(|mirror| mirror.role.as_str()).unwrap_or_default();
+            if ["secondary", "promoting", "diverged", "resyncing"].contains(&role) {
+                bail!(
+                    "volume {volume} is a copy of a volume of another cluster, and belongs to its mirror: end \
+                     that on the other side (`quoin mirror disable`), and promote or delete what is left here"
+                );
+            }
             if !yes {
                 confirm_delete(&volume)?;
             }
