@@ -20,8 +20,9 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 38] = [
+const USES: [(&str, Purpose); 48] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
+    ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
     ("crates/quoin-control/src/disaster/recovery.rs", Stamps),
     ("crates/quoin-control/src/disaster/salvage/mod.rs", Stamps),
@@ -36,6 +37,23 @@ const USES: [(&str, Purpose); 38] = [
     ),
     ("crates/quoin-control/src/membership/peers.rs", Stamps),
     ("crates/quoin-control/src/membership/term.rs", Stamps),
+    ("crates/quoin-control/src/mirror/calls.rs", Stamps),
+    ("crates/quoin-control/src/mirror/copies.rs", Stamps),
+    (
+        "crates/quoin-control/src/mirror/driver.rs",
+        Compares(
+            "a_point_is_due_and_no_time_is_told_where_the_last_one_was_cut_by_a_clock_that_was_ahead",
+        ),
+    ),
+    ("crates/quoin-control/src/mirror/groups.rs", Stamps),
+    ("crates/quoin-control/src/mirror/observe.rs", Stamps),
+    ("crates/quoin-control/src/mirror/orders.rs", Stamps),
+    ("crates/quoin-control/src/mirror/recovery.rs", Stamps),
+    (
+        "crates/quoin-control/src/mirror/rules.rs",
+        Compares("a_time_is_ahead_where_no_correction_of_a_clock_explains_it"),
+    ),
+    ("crates/quoin-control/src/mirror/view.rs", Stamps),
     ("crates/quoin-control/src/reconcile/cordon.rs", Stamps),
     ("crates/quoin-control/src/reconcile/dying.rs", Stamps),
     ("crates/quoin-control/src/snapshot/catalog.rs", Stamps),

@@ -53,7 +53,7 @@ pub enum MirrorCommand {
     #[command(after_help = "Examples:\n  quoin mirror enable db --to west --every 10s\n  \
                             quoin mirror enable shop --to west --wait    a group; until the copy is whole")]
     Enable(mirrored::EnableOptions),
-    /// What is mirrored: role, peer, lag, what a failover now would lose.
+    /// All that is mirrored: role, peer, lag, and the loss of a failover at this moment.
     #[command(after_help = "Examples:\n  quoin mirror status\n  quoin mirror status db")]
     Status {
         /// Name or id of a mirrored volume or group [default: all].

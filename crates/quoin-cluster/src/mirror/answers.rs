@@ -362,10 +362,22 @@ impl Brain {
     /// clock of this one. `None`: nothing is known yet, or this side is not primary.
     pub fn synced_ms(&self, now: Now) -> Option<u64> {
         let record = &self.record;
-        let common = record.points.common.filter(|_| record.role == Role::Primary)?;
-        if mutant::is("sync-time-is-the-arrival") {
-            return Some(now.wall_ms);
+        if record.role != Role::Primary {
+            return None;
         }
+        if mutant::is("sync-time-is-the-arrival") {
+            return record.points.common.map(|_| now.wall_ms);
+        }
+        let generation = record.chain.top().generation;
+        let noted = self.synced.filter(|(of, _)| *of == generation).map(|(_, ms)| ms);
+        // A clock that was ahead told of moments that have not been yet.
+        noted.max(self.synced_now_ms(now)).filter(|ms| *ms <= now.wall_ms)
+    }
+
+    /// The same, as far as it is known by what is seen now.
+    fn synced_now_ms(&self, now: Now) -> Option<u64> {
+        let record = &self.record;
+        let common = record.points.common.filter(|_| record.role == Role::Primary)?;
         let cut_ms = record.points.common_cut_ms;
         let is_whole = record.members.iter().all(|member| member.has_base);
         let seen = record.members.iter().map(|member| {
@@ -375,6 +387,13 @@ impl Brain {
         let idle = seen.min().flatten().filter(|_| is_whole && !self.is_silent(now.time));
         let synced = idle.map_or(cut_ms, |seen_ms| seen_ms.max(cut_ms));
         (synced != 0).then_some(synced)
+    }
+
+    pub(super) fn note_synced(&mut self, now: Now) {
+        let generation = self.record.chain.top().generation;
+        self.synced = self.synced.filter(|(of, ms)| *of == generation && *ms <= now.wall_ms);
+        let noted = self.synced.map(|(_, ms)| ms);
+        self.synced = self.synced_now_ms(now).max(noted).map(|ms| (generation, ms));
     }
 
     pub fn health(&self, now: Now) -> Health {

@@ -6,7 +6,7 @@ use quoin_types::ids::{PointId, VolumeId};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-use super::chain::{Begun, Relation};
+use super::chain::{Begun, Generation, Relation};
 use super::observed::Observed;
 use super::record::{Member, Receiving, Record, Role, Stamp, Transfer};
 use super::session::{Received, Session};
@@ -119,6 +119,9 @@ pub struct Brain {
     /// The point that this life named, and the time of its cuts once they count.
     pub(super) cut: Option<(PointId, Option<u64>)>,
     pub(super) cursors_at: Time,
+    /// The newest moment that was known to be on the other side, and the generation that it is of: what was
+    /// true of it stays true while nobody is heard.
+    pub(super) synced: Option<(Generation, u64)>,
 }
 
 /// The time, and a random number of which at most one id is made.
@@ -146,6 +149,7 @@ impl Brain {
             ordered: None,
             cut: None,
             cursors_at: now.time,
+            synced: None,
         }
     }
 
@@ -208,6 +212,7 @@ impl Brain {
             }
             Event::Message(bytes) => self.receive(now, &bytes),
         }
+        self.note_synced(now);
         self.go_on(now, out);
     }
 

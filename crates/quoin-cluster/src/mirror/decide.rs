@@ -200,7 +200,9 @@ impl Brain {
         // 0: it is paused.
         let interval_s = record.parameters.interval_s;
         let due_ms = points.common_cut_ms.saturating_add(interval_s.saturating_mul(1000));
-        let is_due = interval_s != 0 && now.wall_ms >= due_ms;
+        // A clock that was ahead when the last one was cut holds up nothing.
+        let is_ahead = points.common_cut_ms > now.wall_ms;
+        let is_due = interval_s != 0 && (now.wall_ms >= due_ms || is_ahead);
         if points.offered.is_some() || is_idle || !is_due || !self.all(|_| true) {
             return None;
         }

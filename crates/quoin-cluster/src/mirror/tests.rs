@@ -199,6 +199,27 @@ fn a_member_is_whole_once_all_that_it_took_is_stable() {
 }
 
 #[test]
+fn a_point_is_due_and_no_time_is_told_where_the_last_one_was_cut_by_a_clock_that_was_ahead() {
+    let mut record = primary();
+    record.is_paired = true;
+    record.points.common = Some(POINT);
+    let named = |common_cut_ms: u64| {
+        let mut record = record.clone();
+        record.points.common_cut_ms = common_cut_ms;
+        let mut brain = Brain::new(now(4_000), record.clone(), 1);
+        let mut actions = Vec::new();
+        let observed = Observed { at: None, ..*seen(1, &record, &[POINT]) };
+        brain.on(now(4_000), Event::Observed(VOLUME, Box::new(observed)), &mut actions);
+        let is_named = stored(&actions).is_some_and(|record| record.points.cutting.is_some());
+        (is_named, brain.synced_ms(now(4_000)))
+    };
+    let present = now(4_000).wall_ms;
+    assert_eq!(named(present), (false, Some(present)));
+    assert_eq!(named(present + 3_600_000), (true, None));
+    assert_eq!(named(present - 3_600_000), (true, Some(present - 3_600_000)));
+}
+
+#[test]
 fn a_generation_that_a_cluster_began_again_is_another_one() {
     break_a_rule();
     let begun = |number, id| {

@@ -154,7 +154,7 @@ fn follow<K: Eq + std::hash::Hash>(
     }
 }
 
-/// What a volume's record says of its mirror, and so its pools do.
+/// Role and generation of a volume in its mirror, which its pools keep with its record.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct VolumeMirror {
     pub group: Text<GroupId>,

@@ -182,7 +182,7 @@ impl Agent for Services {
                     told = Some(message.clone());
                     yield Ok(message);
                 }
-                // What was said is not said again.
+                // Messages are said once.
                 if let Some(told) = &mut told {
                     told.messages.clear();
                 }

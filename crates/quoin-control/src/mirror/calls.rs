@@ -30,7 +30,7 @@ const HEARD_WITHIN: Duration = Duration::from_secs(30);
 /// Most groups of a cluster.
 pub(crate) const GROUPS_MAX: usize = 1000;
 
-/// What a mirror is of.
+/// Object of a mirror.
 enum Of {
     Volume(Arc<VolumeRecord>),
     Group(Arc<VolumeGroupRecord>),

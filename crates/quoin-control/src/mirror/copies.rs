@@ -186,6 +186,9 @@ impl Mirrors {
         self.state.check_term()?;
         let theirs = of_peer(peer, group, &said.record)?;
         let _one = self.state.mirrored.changing.lock().await;
+        if self.state.joined.peers.get(&peer.cluster).is_none() {
+            return Err(Error::Busy("it is no peer any more".to_owned()));
+        }
         if let Some(known) = self.state.mirrored.group(group) {
             if known.brain().peer != theirs.cluster {
                 let why = format!("{:?} is mirrored with another cluster", known.group_name);
@@ -208,6 +211,11 @@ impl Mirrors {
             if !is_ready {
                 return Err(Error::Busy(format!("volume {} is not ready yet", member.volume)));
             }
+        }
+        if self.state.mirrored.records.count() >= super::calls::GROUPS_MAX {
+            return Err(Error::Exhausted(
+                "the cluster has as many mirrored groups as it may".into(),
+            ));
         }
         crate::volume::spec::check_name(&said.name)?;
         let settings = settings(&said)?;

@@ -163,7 +163,7 @@ impl Mirrors {
         self.tell_mirrors();
     }
 
-    /// What a mirror has to do, beside its peers. Messages are given to the one that leads, once.
+    /// Work of a mirror, beside its peers. Messages are given to the one that leads, once.
     pub(crate) fn assign(&self, mirror: &str, assignment: &mut MirrorAssignment) {
         if self.state.check_ruling().is_err() || self.state.check_term().is_err() {
             return;
@@ -360,7 +360,7 @@ impl Mirrors {
         }
         let mut members: Vec<VolumeId> =
             record.brain().members.iter().map(|member| member.volume).collect();
-        // Those that are to join are seen before the brain names them.
+        // Members that are to join are seen before the brain names them.
         let joining = self.state.mirrored.groups.get(&group.to_string());
         for member in joining.iter().flat_map(|group| &group.members) {
             if !members.contains(&member.0) {

@@ -36,7 +36,7 @@ pub(crate) fn points(state: &State, volume: VolumeId) -> Vec<(PointId, Cut)> {
     let all = state.snapshots.of_volume(volume);
     let held = |s: &std::sync::Arc<SnapshotRecord>| {
         let point = s.point?.0;
-        // One that keeps what a resync discarded has another id, and is a user's.
+        // The snapshot that keeps the loss of a resync has another id, and is a user's.
         let is_point = snapshot_of(point, volume) == s.id.0 && s.phase == SnapshotPhase::Ready;
         is_point.then_some((point, s.cut?))
     };

@@ -6,9 +6,12 @@ use quoin_cluster::mirror::Role;
 use quoin_cluster::ownership::mirrored::snapshot_of;
 use quoin_cluster::records::{SnapshotRecord, VolumeRecord};
 
+use quoin_cluster::wall_clock::is_ahead;
+
 use crate::Error;
 use crate::mirror::observe::pools_keep;
 use crate::state::State;
+use crate::time::now_ms;
 
 /// Role of the side that has the volume; `None`: it is not mirrored, or its records are lost.
 fn role(state: &State, volume: &VolumeRecord) -> Option<Role> {
@@ -128,5 +131,6 @@ fn is_recent(
 ) -> bool {
     let newest = state.snapshots.of_volume(volume.id.0).iter().map(|s| s.wished_ms).max();
     let within_ms = record.settings.interval_s.saturating_mul(3000).min(600_000);
-    newest.is_some_and(|at| crate::time::now_ms().saturating_sub(at) < within_ms)
+    let now_ms = now_ms();
+    newest.is_some_and(|at| !is_ahead(at, now_ms) && now_ms.saturating_sub(at) < within_ms)
 }

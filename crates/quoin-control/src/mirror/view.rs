@@ -51,7 +51,7 @@ pub(crate) fn of_volume(state: &State, volume: &VolumeRecord) -> Option<api::Mir
     })
 }
 
-/// What the life of a brain knows beside its record.
+/// Knowledge of the life of a brain beside its record.
 struct Known {
     peer_role: Option<Role>,
     health: Health,
@@ -270,7 +270,7 @@ impl Mirrors {
         String::new()
     }
 
-    /// What a call waits for, in words.
+    /// Reason for which a call waits, in words.
     pub(super) async fn waits_for(&self, record: &MirrorRecord) -> String {
         let found = self.state.mirrored.group(record.id.0);
         let Some(record) = found else { return "it is over".to_owned() };

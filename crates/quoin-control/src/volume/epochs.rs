@@ -76,7 +76,7 @@ impl Epochs {
             epoch: record.epoch(),
             incarnation: record.opened.incarnation.0,
             node: node.to_owned(),
-            // What was granted to read is not signed anew to write.
+            // A grant that reads is not signed anew as one that writes.
             writes: self.state.is_written(record)
                 && record.grants.written.is_none_or(|written| written == record.opened.epoch),
             term: self.state.term(),

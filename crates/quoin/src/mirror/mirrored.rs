@@ -480,7 +480,7 @@ impl MirrorView {
         format!("{:.1} s", lag_ms as f64 / 1000.0)
     }
 
-    /// What a failover now would lose.
+    /// Loss of a failover at this moment, in words.
     fn loss(&self) -> String {
         match (self.role.as_str(), self.synced_at.as_str()) {
             ("secondary", "") => "no point is complete here: nothing can be promoted".to_owned(),

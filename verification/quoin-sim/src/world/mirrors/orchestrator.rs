@@ -144,7 +144,7 @@ impl Mirrors {
                     self.call(diverged, Call::Resync { force: true });
                 } else if matches!(other, Role::Secondary | Role::Resyncing) {
                     let answer = self.call(diverged, Call::AcceptDiverged);
-                    // One that has no final point cannot be taken for the truth.
+                    // A side without a final point cannot be taken for the truth.
                     if answer == Some(Answer::NotYet) && records[diverged].points.last.is_none() {
                         self.call(1 - diverged, Call::Promote { force: true });
                     }
