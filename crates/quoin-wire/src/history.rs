@@ -412,7 +412,7 @@ mod tests {
     }
 
     fn feed() -> Feed {
-        Feed { volume: VolumeId(7), point: PointId(8), base: Some(PointId(6)), token: 5, from: 3 }
+        Feed { volume: VolumeId(7), point: PointId(8), base: Some(PointId(6)), token: 5 }
     }
 
     fn slots() -> Slots {
