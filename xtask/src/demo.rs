@@ -4,7 +4,7 @@
 use crate::{packages, run};
 use anyhow::Result;
 
-/// Arguments after `demo` go to `quoin demo` as they are.
+/// Arguments after `demo` go to `quoin demo` as they are: `cargo xtask demo dr` loses a cluster.
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
 pub struct Options {

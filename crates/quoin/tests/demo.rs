@@ -16,11 +16,15 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 const OVER_NBD: &[&str] = &["--user-space"];
 const MOUNTED: &[&str] = &[];
+/// The story of two clusters, which has one size and no single parts.
+const DR: &[&str] = &["dr"];
 
 fn demo(under: &Path, how: &[&str]) -> Child {
+    let size: &[&str] = if how == DR { &[] } else { &["--size", "256MiB"] };
     Command::new(env!("CARGO_BIN_EXE_quoin"))
-        .args(["demo", "--size", "256MiB", "--under"])
+        .args(["demo", "--under"])
         .arg(under)
+        .args(size)
         .args(how)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -57,7 +61,8 @@ const ENDS: [End; 4] = [End::Once, End::Impatient, End::Terminate, End::Closed];
 /// Runs the demo until a line has these words, ends it after this delay, and checks that nothing
 /// stays. Of its faults it injects only that of the line.
 fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Duration) {
-    let mut child = demo(under, &[how, &["--only", words]].concat());
+    let only = ["--only", words];
+    let mut child = demo(under, &[how, if how == DR { &[] } else { &only }].concat());
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
     let mut before = Vec::new();
     let reached = lines.by_ref().any(|line| {
@@ -206,6 +211,39 @@ fn an_interrupted_demo_over_nbd_leaves_nothing_behind() {
     let now = Duration::ZERO;
     interrupt_at("undisturbed: ", &scratch.0, OVER_NBD, End::Impatient, now);
     interrupt_at("served over NBD", &scratch.0, OVER_NBD, End::Terminate, now);
+}
+
+/// Proves that every claim of the story holds, from a loss of a cluster to the way back.
+#[test]
+fn the_demo_of_a_lost_cluster_tells_its_story_and_leaves_nothing_behind() {
+    let scratch = Scratch::new("demo-dr");
+    let printed = run_whole(&scratch.0, DR);
+    for words in [
+        "two clusters that are paired",
+        "all that was acknowledged before",
+        "the first cluster is lost",
+        "only force promotes",
+        "told: at most the last",
+        "are of one instant",
+        "split brain",
+        "discards nothing without force",
+        "kept: lost-",
+        "first is secondary",
+        "none is lost",
+        "nothing is left behind",
+    ] {
+        assert!(printed.contains(words), "it does not say {words:?}: {printed}");
+    }
+    assert!(steps(&printed).len() >= 9, "{printed}");
+}
+
+/// Ends it while two clusters start, and while one of them is lost.
+#[test]
+fn an_interrupted_demo_of_a_lost_cluster_leaves_nothing_behind() {
+    let scratch = Scratch::new("demo-dr-int");
+    let after = Duration::from_millis(1500);
+    interrupt_at("starting two clusters", &scratch.0, DR, End::Impatient, after);
+    interrupt_at("the first cluster is lost", &scratch.0, DR, End::Once, after);
 }
 
 #[test]

@@ -19,6 +19,34 @@ const START_BUDGET: Duration = Duration::from_secs(120);
 pub const POOL_NAMES: [&str; 4] = ["pool-a", "pool-b", "pool-c", "pool-d"];
 const STOP_BUDGET: Duration = Duration::from_secs(90);
 
+/// Arguments of a `quoin dev`, and the words by which it reports that all of it is up.
+struct Manner {
+    arguments: Vec<String>,
+    ready: &'static str,
+    /// The ends of its processes are shown to the user.
+    tells_of_ends: bool,
+}
+
+impl Manner {
+    fn alone(attach: bool) -> Self {
+        let count = POOL_NAMES.len().to_string();
+        let mut arguments = words(&["--pools", &count, "--node-timeout", "5s"]);
+        if !attach {
+            arguments.push("--no-attach".to_owned());
+        }
+        Self { arguments, ready: "Quoin is up", tells_of_ends: true }
+    }
+
+    fn pair() -> Self {
+        let arguments = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "1GiB"];
+        Self { arguments: words(&arguments), ready: "A second cluster is up", tells_of_ends: false }
+    }
+}
+
+fn words(words: &[&str]) -> Vec<String> {
+    words.iter().map(ToString::to_string).collect()
+}
+
 /// A running `quoin dev`; dropping it stops it cleanly, which unmounts and detaches all.
 pub struct DevCluster {
     pub layout: Layout,
@@ -28,27 +56,28 @@ pub struct DevCluster {
 impl DevCluster {
     /// Starts it and waits until all its parts are up.
     pub fn start(directory: &Path, attach: bool) -> Result<Self> {
-        Self::start_unless(interrupt::check, directory, attach)
+        Self::start_unless(interrupt::check, directory, &Manner::alone(attach))
+    }
+
+    /// Starts two clusters that are paired, and waits until their mirrors hear each other.
+    pub fn start_pair(directory: &Path) -> Result<Self> {
+        Self::start_unless(interrupt::check, directory, &Manner::pair())
     }
 
     /// Starts it after [`DevCluster::crash`]. Ctrl-C waits until it is up: only this start finds
     /// and removes the mounts and devices that the crash left behind.
     pub fn start_again(directory: &Path, attach: bool) -> Result<Self> {
-        Self::start_unless(|| Ok(()), directory, attach)
+        Self::start_unless(|| Ok(()), directory, &Manner::alone(attach))
     }
 
     fn start_unless(
         given_up: impl Fn() -> Result<()>,
         directory: &Path,
-        attach: bool,
+        manner: &Manner,
     ) -> Result<Self> {
         let binary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(binary);
-        command.args(["dev", "--pools", &POOL_NAMES.len().to_string()]);
-        command.args(["--node-timeout", "5s", "--dir"]).arg(directory);
-        if !attach {
-            command.arg("--no-attach");
-        }
+        command.args(["dev", "--dir"]).arg(directory).args(&manner.arguments);
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -59,12 +88,13 @@ impl DevCluster {
             .context("start `quoin dev`")?;
         let output = child.stdout.take().context("no output to read")?;
         let (ready, is_ready) = mpsc::channel();
+        let (words, tells_of_ends) = (manner.ready, manner.tells_of_ends);
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                if line.starts_with("Quoin is up") {
+                if line.starts_with(words) {
                     let _ = ready.send(());
                 }
-                if line.contains(" ended (") {
+                if tells_of_ends && line.contains(" ended (") {
                     print_line(&format!("          quoin dev: {line}"));
                 }
             }
@@ -91,27 +121,7 @@ impl DevCluster {
 
     /// Runs `quoin ARGUMENTS` against it, as a user would; gives up at Ctrl-C.
     pub fn command(&self, arguments: &[&str]) -> Result<()> {
-        let binary = std::env::current_exe().context("find this program's own file")?;
-        let mut child = Command::new(binary)
-            .args(arguments)
-            .env("QUOIN_SOCKET", self.layout.admin_socket())
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("run quoin")?;
-        while child.try_wait()?.is_none() {
-            if interrupt::is_interrupted() {
-                child.kill()?;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let output = child.wait_with_output()?;
-        if !output.status.success() {
-            let message = String::from_utf8_lossy(&output.stderr);
-            bail!("quoin {}: {}", arguments.join(" "), message.trim());
-        }
-        Ok(())
+        command(&self.layout, arguments).map(|_| ())
     }
 
     fn processes(&self) -> Result<BTreeMap<String, i32>> {
@@ -173,6 +183,32 @@ impl DevCluster {
         outcome
     }
 
+    /// `kill -9` of several at the same moment, none of which comes back before [`Self::release`].
+    pub fn hold(&self, names: &[&str]) -> Result<()> {
+        let pids: Vec<_> = names.iter().map(|name| self.pid(name)).collect::<Result<_>>()?;
+        for name in names {
+            let hold = self.layout.hold(name);
+            std::fs::write(&hold, "").with_context(|| format!("write {}", hold.display()))?;
+        }
+        for pid in &pids {
+            kill_process(*pid, Signal::KILL).context("kill -9")?;
+        }
+        for (name, pid) in names.iter().zip(pids) {
+            wait_until_gone(pid)?;
+            self.wait_until_noticed(name, pid)?;
+        }
+        Ok(())
+    }
+
+    /// Has held processes started again.
+    pub fn release(&self, names: &[&str]) -> Result<()> {
+        for name in names {
+            let hold = self.layout.hold(name);
+            std::fs::remove_file(&hold).with_context(|| format!("remove {}", hold.display()))?;
+        }
+        Ok(())
+    }
+
     /// Simulates power loss of the host: kills all processes at once, the supervisor included.
     pub fn crash(mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
@@ -230,6 +266,34 @@ impl Drop for DevCluster {
             print_error(&format!("stopping the demo's cluster: {error:#}"));
         }
     }
+}
+
+/// Runs `quoin ARGUMENTS` against a cluster, as a user would, and gives what it printed; gives up at Ctrl-C.
+///
+/// # Errors
+/// The message of the command, where it fails.
+pub fn command(layout: &Layout, arguments: &[&str]) -> Result<String> {
+    let binary = std::env::current_exe().context("find this program's own file")?;
+    let mut child = Command::new(binary)
+        .args(arguments)
+        .env("QUOIN_SOCKET", layout.admin_socket())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("run quoin")?;
+    while child.try_wait()?.is_none() {
+        if interrupt::is_interrupted() {
+            child.kill()?;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let output = child.wait_with_output()?;
+    if !output.status.success() {
+        let message = String::from_utf8_lossy(&output.stderr);
+        bail!("quoin {}: {}", arguments.join(" "), message.trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
 fn wait_until_gone(pid: Pid) -> Result<()> {

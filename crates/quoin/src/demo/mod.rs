@@ -1,5 +1,5 @@
 //! `quoin demo`: a replicated volume under an application that never stops, while every part of
-//! the system below it is killed in turn.
+//! the system below it is killed in turn. `quoin demo dr`: a database that outlives its cluster.
 //!
 //! The demo runs a `quoin dev` of its own in a fresh directory and acts as the orchestrator (CSI
 //! over its socket) and as the application. As root the volume is an ext4 file system; without
@@ -9,7 +9,9 @@
 
 mod cluster;
 mod csi;
+mod database;
 mod documents;
+mod dr;
 mod interrupt;
 mod load;
 mod script;
@@ -17,16 +19,19 @@ mod second_node;
 mod surface;
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use crate::dev::layout::ROOT_BYTES_MAX;
+use crate::dev::layout::{Layout, ROOT_BYTES_MAX};
 use crate::size::{parse_size, show_size};
 
 #[derive(Args)]
 pub struct DemoOptions {
+    /// Another story than that of the volume: `dr` has two clusters, of which one is lost.
+    #[arg(value_enum, conflicts_with_all = ["size", "user_space", "only"])]
+    story: Option<Story>,
     /// Size of the volume, at least 256MiB.
     #[arg(long, value_parser = parse_demo_size, allow_hyphen_values = true, default_value = "1GiB")]
     pub size: u64,
@@ -39,6 +44,12 @@ pub struct DemoOptions {
     /// Of the harm, only that whose line has these words: for tests of each alone.
     #[arg(long, value_name = "WORDS", hide = true)]
     pub only: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Story {
+    /// A database moves to a second cluster when the first one is lost, and comes back; a minute and a half.
+    Dr,
 }
 
 /// Directory of the demo's `quoin dev`, below the demo's own.
@@ -64,8 +75,14 @@ struct Refused(String);
 pub fn run(options: &DemoOptions) -> Result<()> {
     interrupt::catch();
     let began = Instant::now();
-    let directory = Scratch::new(options.under.as_deref())?;
-    let outcome = script::run(options, &directory.0);
+    let is_dr = options.story == Some(Story::Dr);
+    let cluster = Layout::at(Path::new(CLUSTER));
+    let deepest = if is_dr { cluster.peer() } else { cluster.root().to_owned() };
+    let directory = Scratch::new(options.under.as_deref(), &deepest)?;
+    let outcome = match is_dr {
+        true => dr::run(&directory.0),
+        false => script::run(options, &directory.0),
+    };
     if interrupt::is_interrupted() {
         // All that was started is stopped already: it belonged to the script.
         drop(directory);
@@ -85,10 +102,11 @@ pub fn run(options: &DemoOptions) -> Result<()> {
 struct Scratch(PathBuf);
 
 impl Scratch {
-    fn new(under: Option<&Path>) -> Result<Self> {
+    /// `deepest`: the root of a cluster that is furthest below it.
+    fn new(under: Option<&Path>, deepest: &Path) -> Result<Self> {
         let parent = under.map_or_else(std::env::temp_dir, Path::to_path_buf);
         let path = parent.join(format!("quoin-demo-{:06x}", rand::random::<u32>() & 0xff_ffff));
-        let root_bytes = std::path::absolute(path.join(CLUSTER))?.as_os_str().len();
+        let root_bytes = std::path::absolute(path.join(deepest))?.as_os_str().len();
         if root_bytes > ROOT_BYTES_MAX {
             bail!(
                 "{} is {} bytes too long for the sockets below it: name a shorter directory with \
@@ -105,11 +123,13 @@ impl Scratch {
 
     /// The last lines of each process, before the directory is removed.
     fn show_logs(&self) {
-        let Ok(logs) = std::fs::read_dir(self.0.join(CLUSTER).join("logs")) else { return };
+        let cluster = Layout::at(&self.0.join(CLUSTER));
+        let all = [cluster.logs(), Layout::at(&cluster.peer()).logs()];
+        let logs = all.iter().filter_map(|logs| std::fs::read_dir(logs).ok()).flatten();
         for path in logs.filter_map(|entry| entry.ok().map(|entry| entry.path())) {
             let text = std::fs::read_to_string(&path).unwrap_or_default();
             let lines: Vec<_> = text.lines().collect();
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let name = path.strip_prefix(cluster.root()).unwrap_or(&path).display();
             print_error(&format!("--- {name} (its last lines)"));
             lines[lines.len().saturating_sub(12)..].iter().for_each(|line| print_error(line));
         }

@@ -615,13 +615,13 @@ fn millis(time: Duration) -> String {
     format!("{:.0} ms", time.as_secs_f64() * 1000.0)
 }
 
-fn print_timed(line: &str) {
+pub(super) fn print_timed(line: &str) {
     use std::sync::OnceLock;
     static BEGAN: OnceLock<Instant> = OnceLock::new();
     let began = BEGAN.get_or_init(Instant::now);
     print_line(&format!("[{:>5.1} s] {line}", began.elapsed().as_secs_f64()));
 }
 
-fn note(line: &str) {
+pub(super) fn note(line: &str) {
     print_line(&format!("          {line}"));
 }
