@@ -216,7 +216,7 @@ fn an_interrupted_demo_over_nbd_leaves_nothing_behind() {
 /// Proves that every claim of the story holds, from a loss of a cluster to the way back.
 #[test]
 fn the_demo_of_a_lost_cluster_tells_its_story_and_leaves_nothing_behind() {
-    let scratch = Scratch::new("demo-dr");
+    let scratch = Scratch::new("dr");
     let printed = run_whole(&scratch.0, DR);
     for words in [
         "two clusters that are paired",
@@ -240,7 +240,7 @@ fn the_demo_of_a_lost_cluster_tells_its_story_and_leaves_nothing_behind() {
 /// Ends it while two clusters start, and while one of them is lost.
 #[test]
 fn an_interrupted_demo_of_a_lost_cluster_leaves_nothing_behind() {
-    let scratch = Scratch::new("demo-dr-int");
+    let scratch = Scratch::new("dr-cut");
     let after = Duration::from_millis(1500);
     interrupt_at("starting two clusters", &scratch.0, DR, End::Impatient, after);
     interrupt_at("the first cluster is lost", &scratch.0, DR, End::Once, after);

@@ -22,6 +22,7 @@ mod days;
 mod demo;
 mod dev;
 mod differing;
+mod disaster_recovery;
 mod encryption;
 mod failing_disks;
 mod figures;

@@ -22,20 +22,26 @@ const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 6144;
 
 /// A command and its output on the page.
-struct Shown {
-    command: String,
-    prints: Vec<String>,
-    line: usize,
+pub struct Shown {
+    /// The words before it.
+    pub prompt: &'static str,
+    pub command: String,
+    pub prints: Vec<String>,
+    pub line: usize,
 }
 
-fn commands(page: &str) -> Vec<Shown> {
+/// The commands of a page, each with the prompt before it.
+pub fn commands(page: &str, prompts: &[&'static str]) -> Vec<Shown> {
     let mut found: Vec<Shown> = Vec::new();
     let (mut is_fenced, mut is_run) = (false, false);
     for (line, text) in (1..).zip(page.lines()) {
         if let Some(word) = text.strip_prefix("```") {
             (is_fenced, is_run) = (!is_fenced, !is_fenced && word == "console");
-        } else if let (true, Some(command)) = (is_run, text.strip_prefix("$ ")) {
-            found.push(Shown { command: command.to_owned(), prints: Vec::new(), line });
+        } else if let (true, Some(prompt)) =
+            (is_run, prompts.iter().find(|p| text.starts_with(**p)))
+        {
+            let command = text[prompt.len()..].to_owned();
+            found.push(Shown { prompt, command, prints: Vec::new(), line });
         } else if is_run {
             found.last_mut().expect("a block begins with a command").prints.push(text.to_owned());
         }
@@ -99,7 +105,15 @@ fn all_fit(shown: &[String], lines: &[String]) -> bool {
     }
 }
 
-fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), String> {
+/// Runs a command on the cluster of this socket, and compares what it prints, once `also` has taken out of both
+/// what else differs from run to run. Returns its output.
+pub fn run(
+    socket: &Path,
+    directory: &Path,
+    host: &str,
+    shown: &Shown,
+    also: impl Fn(&str) -> String,
+) -> Result<String, String> {
     let Shown { command, prints, .. } = shown;
     if let Some(file) = command.strip_prefix("cat ").map(|file| directory.join(file))
         && !file.exists()
@@ -111,7 +125,7 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
         .args(["-c", command])
         .current_dir(directory)
         .env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap()))
-        .env("QUOIN_SOCKET", &dev.admin_socket)
+        .env("QUOIN_SOCKET", socket)
         .env_remove("QUOIN_JOIN_TOKEN")
         .output()
         .unwrap();
@@ -119,8 +133,9 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
     let (printed, errors) = (text(&output.stdout), text(&output.stderr));
     let fails = prints.first().is_some_and(|line| line.starts_with("error:"));
     let all = if fails { &errors } else { &printed };
-    let lines: Vec<String> = all.lines().map(|line| normal(line, host)).collect();
-    let mut wanted: Vec<String> = prints.iter().map(|line| normal(line, host)).collect();
+    let plain = |line: &str| also(&normal(line, host));
+    let lines: Vec<String> = all.lines().map(plain).collect();
+    let mut wanted: Vec<String> = prints.iter().map(|line| plain(line)).collect();
     if command.contains("--wait") && !fails {
         // Earlier lines are its progress.
         let progress = wanted.len().saturating_sub(lines.len());
@@ -136,7 +151,7 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
     let differs = command.starts_with("quoin diff") && ended == Some(3);
     let as_shown = if fails { ended == Some(1) } else { ended == Some(0) || differs };
     if as_shown && all_fit(&wanted, &lines) {
-        return Ok(());
+        return Ok(printed);
     }
     Err(format!(
         "it ended with {ended:?} and printed:\n{printed}{errors}and not:\n{}",
@@ -149,7 +164,7 @@ fn run(dev: &Dev, directory: &Path, host: &str, shown: &Shown) -> Result<(), Str
 fn the_page_on_replicas_is_followed_command_by_command_and_prints_what_it_shows() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/replicas.md");
     let page = std::fs::read_to_string(page).unwrap();
-    let shown = commands(&page);
+    let shown = commands(&page, &["$ "]);
     for word in
         ["scale", "move", "replace", "remove", "drain", "cordon", "uncordon", "edit", "diff"]
     {
@@ -166,7 +181,7 @@ fn the_page_on_replicas_is_followed_command_by_command_and_prints_what_it_shows(
     std::fs::create_dir(&directory).unwrap();
     for one in &shown {
         println!("$ {}", one.command);
-        if let Err(wrong) = run(&dev, &directory, &host, one) {
+        if let Err(wrong) = run(&dev.admin_socket, &directory, &host, one, str::to_owned) {
             dev.show_logs();
             panic!("docs/replicas.md, line {}: {}: {wrong}", one.line, one.command);
         }
@@ -188,7 +203,7 @@ fn the_page_on_replicas_is_followed_command_by_command_and_prints_what_it_shows(
 fn the_page_on_snapshots_is_followed_command_by_command_and_prints_what_it_shows() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/snapshots.md");
     let page = std::fs::read_to_string(page).unwrap();
-    let shown = commands(&page);
+    let shown = commands(&page, &["$ "]);
     let verbs = ["create", "get", "list", "delete"];
     let of_both = ["snapshot", "schedule"].into_iter().flat_map(|noun| verbs.map(|v| (noun, v)));
     let of_snapshots =
@@ -207,7 +222,7 @@ fn the_page_on_snapshots_is_followed_command_by_command_and_prints_what_it_shows
     std::fs::create_dir(&directory).unwrap();
     for one in &shown {
         println!("$ {}", one.command);
-        if let Err(wrong) = run(&dev, &directory, &host, one) {
+        if let Err(wrong) = run(&dev.admin_socket, &directory, &host, one, str::to_owned) {
             dev.show_logs();
             panic!("docs/snapshots.md, line {}: {}: {wrong}", one.line, one.command);
         }
