@@ -274,6 +274,7 @@ impl Record {
         }
         out.put_u64_le(points.offered_cut_ms);
         out.put_u64_le(points.common_cut_ms);
+        out.put_u64_le(points.complete_cut_ms);
         put_option(&mut out, self.receiving.as_ref(), |out, receiving| {
             put_transfer(out, receiving.transfer);
             out.put_flag(receiving.is_begun);
@@ -317,6 +318,7 @@ impl Record {
                 last: point(from, "last")?,
                 offered_cut_ms: from.u64("time of a cut")?,
                 common_cut_ms: from.u64("time of a cut")?,
+                complete_cut_ms: from.u64("time of a cut")?,
             },
             receiving: option(from, "transfer", |from| {
                 Ok(Receiving {
@@ -489,6 +491,7 @@ mod tests {
                     last,
                     offered_cut_ms: times[2],
                     common_cut_ms: times[3],
+                    complete_cut_ms: times[1],
                 },
                 receiving,
                 claims: Claims { own, yielded, promoting, is_forced: flags[1] },

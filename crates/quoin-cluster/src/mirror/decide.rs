@@ -78,7 +78,11 @@ impl Brain {
                 points.common = pinned;
                 points.common_cut_ms = 0;
             }
-            points.complete = common.filter(|_| is_copy);
+            let complete = common.filter(|_| is_copy);
+            if points.complete != complete {
+                points.complete_cut_ms = 0;
+            }
+            points.complete = complete;
             if points.offered == common {
                 points.offered = None;
             }
@@ -304,6 +308,7 @@ impl Brain {
             record.chain = word.chain.clone();
             if is_own {
                 record.points.complete = fork;
+                record.points.complete_cut_ms = 0;
             }
             record.points.last = None;
             record.points.offered = None;
@@ -361,7 +366,7 @@ impl Brain {
             return None;
         }
         if let Some(point) = self.fed() {
-            return self.complete(point);
+            return self.complete(point, record.receiving.as_ref().map_or(0, |r| r.cut_ms));
         }
         let points = &record.points;
         if points.complete.is_some()
@@ -377,7 +382,7 @@ impl Brain {
             && current.is_none_or(|receiving| receiving.transfer != offer.transfer)
         {
             if self.holds(offer.transfer.point) {
-                return self.complete(offer.transfer.point);
+                return self.complete(offer.transfer.point, offer.cut_ms);
             }
             let is_known = |base| record.members.iter().all(|m| !m.has_base) || self.holds(base);
             return if offer.transfer.base.is_none_or(is_known) {
@@ -448,9 +453,10 @@ impl Brain {
         (self.every(|member| member.holds(point)) || early).then_some(point)
     }
 
-    fn complete(&self, point: PointId) -> Option<Record> {
+    fn complete(&self, point: PointId, cut_ms: u64) -> Option<Record> {
         self.changed(|record| {
             record.points.complete = Some(point);
+            record.points.complete_cut_ms = cut_ms;
             record.receiving = None;
             for member in &mut record.members {
                 let has_it = self.members.get(&member.volume).is_some_and(|seen| seen.holds(point));

@@ -106,8 +106,9 @@ pub struct Points {
     /// Cut, and to be sent.
     pub offered: Option<PointId>,
     pub offered_cut_ms: u64,
-    /// The last whole point of a copy.
+    /// The last whole point of a copy, and the wall clock of the other side when it was cut; 0: not known.
     pub complete: Option<PointId>,
+    pub complete_cut_ms: u64,
     /// The last point that both sides recorded.
     pub common: Option<PointId>,
     pub common_cut_ms: u64,

@@ -262,13 +262,13 @@ fn a_joining_member_has_a_base_once_it_holds_a_point_itself() {
         is_begun: true,
         cursors: vec![0, 0],
         token: 4,
-        cut_ms: 0,
+        cut_ms: 9,
         blocks: vec![0, 0],
     });
     let waiting = heard(&record, &[]);
     assert!(waiting.is_none_or(|record| record.points.complete.is_none()));
     let complete = heard(&record, &[POINT]).expect("every member holds the point");
-    assert_eq!(complete.points.complete, Some(POINT));
+    assert_eq!((complete.points.complete, complete.points.complete_cut_ms), (Some(POINT), 9));
     assert!(complete.members.iter().all(|member| member.has_base));
 }
 

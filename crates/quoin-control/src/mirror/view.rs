@@ -3,6 +3,7 @@
 use quoin_api::control as api;
 use quoin_cluster::mirror::Role;
 use quoin_cluster::mirror::answers::Health;
+use quoin_cluster::records::Cut;
 use quoin_cluster::records::{MirrorRecord, VolumeRecord};
 use quoin_types::BLOCK_SIZE;
 use quoin_types::ids::PointId;
@@ -100,11 +101,9 @@ impl Mirrors {
         let peer = self.state.joined.peers.get(&brain.peer.to_string());
         let synced = known.as_ref().and_then(|known| known.synced_ms);
         let is_primary = brain.role == Role::Primary;
-        // A copy has what its last complete point had.
         let held = brain.members.first().map(|m| observe::points(&self.state, m.volume));
         let held = held.unwrap_or_default();
-        let complete = brain.points.complete.or(brain.points.last);
-        let complete = held.iter().find(|(point, _)| Some(*point) == complete);
+        let shown = self.shown_ms(record, &held);
         let message = match &known {
             Some(known) => self.message(record, known),
             None => String::new(),
@@ -132,11 +131,11 @@ impl Mirrors {
             .to_owned(),
             synced_at: match is_primary {
                 true => synced.map(timestamp),
-                false => complete.map(|(_, cut)| timestamp(cut.at_ms)),
+                false => shown.map(timestamp),
             },
             lag_ms: match is_primary {
                 true => synced.map(|at| now_ms().saturating_sub(at)),
-                false => complete.map(|(_, cut)| now_ms().saturating_sub(cut.at_ms)),
+                false => shown.map(|at| now_ms().saturating_sub(at)),
             },
             message,
             interval_s: record.settings.interval_s,
@@ -151,6 +150,17 @@ impl Mirrors {
             lost: self.lost(record),
             lag_bytes: None,
         })
+    }
+
+    /// Time of the content that a promotion of a copy shows, by the clock of the side that cut it: what was
+    /// acknowledged there later is not in it. A side that was demoted has everything as of its final point.
+    fn shown_ms(&self, record: &MirrorRecord, held: &[(PointId, Cut)]) -> Option<u64> {
+        let brain = record.brain();
+        if brain.is_own() {
+            let last = held.iter().find(|(point, _)| Some(*point) == brain.points.last);
+            return last.map(|(_, cut)| cut.at_ms);
+        }
+        brain.points.complete.map(|_| brain.points.complete_cut_ms).filter(|ms| *ms != 0)
     }
 
     fn members(&self, record: &MirrorRecord, known: Option<&Known>) -> Vec<api::MirrorMember> {
@@ -288,10 +298,7 @@ impl Mirrors {
     }
 }
 
-fn points(
-    record: &MirrorRecord,
-    held: &[(PointId, quoin_cluster::records::Cut)],
-) -> Vec<api::MirrorPoint> {
+fn points(record: &MirrorRecord, held: &[(PointId, Cut)]) -> Vec<api::MirrorPoint> {
     let points = &record.brain().points;
     let named = [
         ("offered", points.offered),
@@ -299,7 +306,7 @@ fn points(
         ("common", points.common),
         ("last", points.last),
     ];
-    let point = |(point, cut): &(PointId, quoin_cluster::records::Cut)| {
+    let point = |(point, cut): &(PointId, Cut)| {
         let is = named.iter().filter(|(_, named)| *named == Some(*point));
         api::MirrorPoint {
             id: point.to_string(),

@@ -483,6 +483,12 @@ impl MirrorView {
     /// Loss of a failover at this moment, in words.
     fn loss(&self) -> String {
         match (self.role.as_str(), self.synced_at.as_str()) {
+            ("secondary", "") if self.points.iter().any(|point| point.is.contains("complete")) => {
+                format!(
+                    "what was acknowledged on {} since its last point; of when that is, is not known",
+                    self.peer
+                )
+            }
             ("secondary", "") => "no point is complete here: nothing can be promoted".to_owned(),
             ("secondary", at) => {
                 format!("what was acknowledged on {} after {at} is not here", self.peer)
