@@ -114,7 +114,7 @@ enum Command {
     /// A volume that outlives its parts, shown under load; takes half a minute, leaves nothing.
     #[command(after_help = "Examples:\n  \
         quoin demo       a volume in use, while each part below it is killed in turn\n  \
-        quoin demo dr    a database in use, whose cluster is lost: failover and failback, with what is lost")]
+        quoin demo dr    a database whose cluster is lost: failover, failback")]
     Demo(demo::DemoOptions),
     /// Measure Quoin beside the floor: the same work with no product in it.
     Bench(quoin_bench::Options),

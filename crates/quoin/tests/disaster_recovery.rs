@@ -15,7 +15,6 @@ use crate::common::{Scratch, User, signal};
 use crate::pages::{Shown, commands, run};
 use crate::support::block;
 
-const BLOCK: u64 = 4096;
 const FLAGS: [&str; 6] = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
 /// Silence counts after 30 s, and what was told before may be heard some seconds later.
 const BUDGET: Duration = Duration::from_secs(150);

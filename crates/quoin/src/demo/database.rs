@@ -46,6 +46,11 @@ pub struct Found {
     pub in_table: usize,
 }
 
+/// The wall clock, by which the mirror tells its times as well.
+pub fn now() -> SystemTime {
+    SystemTime::now()
+}
+
 /// Page of the table that a record changes.
 fn place(number: usize) -> usize {
     number * 7919 % TABLE_PAGES
@@ -212,10 +217,10 @@ impl Database {
         for number in found.in_table..found.in_log {
             store(&volumes, number, journal.0[number].version)?;
         }
-        let now = Some(SystemTime::now());
+        let recovered = Some(now());
         for record in &mut journal.0 {
-            record.logged = record.logged.or(now);
-            record.stored = record.stored.or(now);
+            record.logged = record.logged.or(recovered);
+            record.stored = record.stored.or(recovered);
         }
         let (is_stopped, journal) = (AtomicBool::new(false), Mutex::new(journal));
         let shared = Arc::new(Shared { is_stopped, journal });
@@ -301,9 +306,9 @@ fn write(volumes: &Volumes, shared: &Shared, reign: u64) -> Result<()> {
         let bytes = page(LOG_SEED, number, version);
         volumes.log.write((number * PAGE_BYTES) as u64, bytes.into(), false).context("write")?;
         volumes.log.flush().context("flush")?;
-        shared.journal().0[number].logged = Some(SystemTime::now());
+        shared.journal().0[number].logged = Some(now());
         store(volumes, number, version)?;
-        shared.journal().0[number].stored = Some(SystemTime::now());
+        shared.journal().0[number].stored = Some(now());
         std::thread::sleep(PACE);
     }
     Ok(())
@@ -314,7 +319,7 @@ mod tests {
     use super::*;
 
     fn journal(count: u64) -> Journal {
-        let now = Some(SystemTime::now());
+        let now = Some(now());
         let record = |number| Record { version: 1 << 32 | number, logged: now, stored: now };
         Journal((0..count).map(record).collect())
     }

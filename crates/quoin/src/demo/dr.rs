@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Runtime;
 
 use super::cluster::{self, DevCluster};
-use super::database::{Database, Found, Journal, VOLUME_BYTES, Volumes};
+use super::database::{self, Database, Found, Journal, VOLUME_BYTES, Volumes};
 use super::script::{note, print_timed};
 use super::{CLUSTER, interrupt, print_line, show_bytes};
 use crate::client::{self, refusal};
@@ -190,7 +190,7 @@ impl Demo<'_> {
 
     /// The first cluster is lost. Gives the time that it told last, and what was acknowledged.
     fn lose(&self, database: Database) -> Result<(SystemTime, Journal)> {
-        let began = SystemTime::now();
+        let began = database::now();
         let wanted = began + Duration::from_secs(2);
         let is_later = |mirror: &Mirror| synced_at(mirror).is_some_and(|at| at > wanted);
         self.first.wait("a point has records", STEP_BUDGET, is_later)?;
@@ -252,7 +252,7 @@ impl Demo<'_> {
         let Some(ended) = journal.0.iter().filter_map(|record| record.logged).next_back() else {
             bail!("no record was acknowledged");
         };
-        // One that is in the log alone is stored again from there.
+        // A record that is in the log alone is stored again from there.
         let lost = journal.acknowledged().saturating_sub(found.in_log);
         let really = missing.and_then(|at| ended.duration_since(at).ok()).unwrap_or_default();
         note(&format!(
@@ -303,7 +303,7 @@ impl Demo<'_> {
         self.check_lost(&mirror, lost)?;
 
         print_timed("first follows as a copy of what the database writes at second");
-        let now = SystemTime::now();
+        let now = database::now();
         let is_later = |mirror: &Mirror| synced_at(mirror).is_some_and(|at| at > now);
         let mirror = second.wait("first has a new point", STEP_BUDGET, is_later)?;
         let role = first.mirror()?.role;
@@ -315,7 +315,7 @@ impl Demo<'_> {
         Ok(())
     }
 
-    /// What the resync discarded is in snapshots, to be cloned.
+    /// Snapshots of the resync have all that it discarded, and are cloned.
     fn check_lost(&self, mirror: &Mirror, lost: &Journal) -> Result<()> {
         let first = &self.first;
         let mut names = Vec::new();
