@@ -20,7 +20,7 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 48] = [
+const USES: [(&str, Purpose); 49] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
     ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
@@ -124,6 +124,7 @@ const USES: [(&str, Purpose); 48] = [
     ),
     ("crates/quoin-target/src/shard/snapshots.rs", Stamps),
     ("crates/quoin/src/contexts/mod.rs", Stamps),
+    ("crates/quoin/src/demo/database.rs", Stamps),
     ("crates/quoin/src/roles/join.rs", Stamps),
     (
         "crates/quoin/src/salvage.rs",

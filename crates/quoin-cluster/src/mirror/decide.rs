@@ -493,9 +493,10 @@ impl Brain {
         })
     }
 
-    fn promoting(&self, _now: Now) -> Option<Record> {
+    fn promoting(&self, now: Now) -> Option<Record> {
         let record = &self.record;
         let claim = record.claims.promoting?;
+        let is_forced = record.claims.is_forced;
         // Records of before a recovery may name a point that was dropped since: nothing brings it back.
         let is_gone = self.all(|_| true) && !self.holds(claim.point);
         if is_gone && !mutant::is("dropped-point-waited-for") {
@@ -529,7 +530,9 @@ impl Brain {
             // The other side may not have it yet.
             points.offered = (points.common != Some(claim.point)).then_some(claim.point);
             points.offered_cut_ms = 0;
-            points.common_cut_ms = 0;
+            // Nobody has written here yet: all that was before is in the point that both have.
+            let is_planned = points.common == Some(claim.point) && !is_forced;
+            points.common_cut_ms = if is_planned { now.wall_ms } else { 0 };
         })
     }
 

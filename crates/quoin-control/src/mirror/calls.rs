@@ -176,8 +176,8 @@ impl Mirrors {
             ))),
             Err(error) => {
                 if is_new {
-                    // A refusal leaves nothing behind.
-                    self.call(record.id.0, Call::Disable, Duration::from_secs(2)).await?;
+                    // A refusal leaves nothing behind: the record is gone with the call.
+                    let _ = self.call(record.id.0, Call::Disable, Duration::from_secs(2)).await;
                 }
                 Err(error)
             }

@@ -194,6 +194,9 @@ impl Mirrors {
                 let why = format!("{:?} is mirrored with another cluster", known.group_name);
                 return Err(Error::Precondition(why));
             }
+            if known.role() == Role::Secondary && is_another(&theirs, known.brain()) {
+                self.end_copy(&known).await?;
+            }
             return match known.role() {
                 Role::Off | Role::Orphan => Err(Error::Precondition(format!(
                     "{:?} is there already, a copy of a mirror that was ended: promote or delete it",
@@ -239,6 +242,25 @@ impl Mirrors {
         Ok(())
     }
 
+    /// The peer ended the mirror while nobody was heard, and begins another one: the copy is left.
+    async fn end_copy(&self, known: &MirrorRecord) -> Result<(), Error> {
+        let change = |found: &mut MirrorRecord| {
+            let mut brain = found.brain().clone();
+            if brain.role == Role::Secondary {
+                (brain.role, brain.receiving) = (Role::Orphan, None);
+                let version = found.version;
+                found.change(version, brain);
+            }
+            Ok(())
+        };
+        self.state.mirrored.records.update(&known.name(), change).await?;
+        self.look_at(known.id.0);
+        Err(Error::Precondition(format!(
+            "{:?} is there already, a copy of a mirror that was ended: promote or delete it",
+            known.group_name
+        )))
+    }
+
     /// The group of the same name here, which has the copies.
     async fn record_group(&self, id: GroupId, name: &str, brain: &Brain) -> Result<(), Error> {
         let taken = self.state.mirrored.groups.indexed(|index| index.named(name));
@@ -282,6 +304,13 @@ impl Mirrors {
         };
         self.state.mirrored.records.update(&known.name(), change).await.map(drop)
     }
+}
+
+/// Returns true if the peer begins a mirror that is not the one that this copy follows: its first generation is
+/// none of the copy's.
+fn is_another(theirs: &Brain, ours: &Brain) -> bool {
+    let begun = theirs.chain.all();
+    begun[0].at.is_none() && !begun.iter().any(|begun| ours.chain.has(begun.generation))
 }
 
 fn settings(said: &GroupIntroduction) -> Result<MirrorSettings, Error> {

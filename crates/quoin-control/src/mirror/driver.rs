@@ -57,6 +57,8 @@ pub(super) struct Live {
     pub cutting: Option<PointId>,
     /// The copies were told to the peer at this time, with these key slots.
     pub introduced: Option<(Instant, Vec<Option<Encryption>>)>,
+    /// When copies were looked for that are in the group no more.
+    pub looked_for_left: Option<Instant>,
     /// Why the peer makes no copy.
     pub refused: String,
     /// Why an order was not carried out.
@@ -282,6 +284,7 @@ impl Mirrors {
             heard: None,
             cutting: None,
             introduced: None,
+            looked_for_left: None,
             refused: String::new(),
             failures: BTreeMap::new(),
         });

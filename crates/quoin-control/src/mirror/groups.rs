@@ -152,6 +152,7 @@ impl VolumeGroups {
             }
         }
         let members = self.members(volumes, Some(group.id.0))?;
+        let before = group.members.clone();
         let change = |found: &mut VolumeGroupRecord| {
             found.members.clone_from(&members);
             Ok(())
@@ -159,6 +160,9 @@ impl VolumeGroups {
         let updated = self.state.mirrored.groups.update(&group.name(), change).await?;
         let (group, ()) = updated.ok_or_else(|| Error::missing("group", &group.group_name))?;
         self.pass_on(&group).await?;
+        for left in before.iter().filter(|member| !members.contains(member)) {
+            super::leaving::release(&self.state, group.id.0, left.0).await?;
+        }
         Ok(group)
     }
 

@@ -9,6 +9,7 @@ pub(crate) mod calls;
 mod copies;
 pub(crate) mod driver;
 pub(crate) mod groups;
+mod leaving;
 pub(crate) mod observe;
 mod orders;
 pub(crate) mod recovery;

@@ -14,9 +14,9 @@ use quoin_types::ids::{GroupId, PointId, SnapshotId};
 use quoin_types::{BLOCK_SIZE, VolumeId};
 use tokio::time::Instant;
 
-use super::LOST;
 use super::driver::{Live, Mirrors};
 use super::observe;
+use super::{LOST, leaving};
 use crate::Error;
 use crate::snapshot::reverts;
 use crate::state::events::{Object, Severity};
@@ -26,6 +26,8 @@ use crate::volume::volumes;
 
 /// Hold of a point over several members: their clients wait so long at most.
 const HOLD_MS: u32 = 1000;
+/// Between two looks for copies that are in the group no more.
+const LEFT_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
 
 impl Mirrors {
     /// Takes down that a fence of the volume is over, where a target has opened it since.
@@ -65,7 +67,9 @@ impl Mirrors {
                 self.state.update_volume(id, change).await.map(drop)
             }
             Order::Cut(point) => self.cut(&volume, point, None).await,
-            Order::Drop(point) => self.drop_point(id, snapshot_of(point, id)).await,
+            Order::Drop(point) => {
+                leaving::drop_point(&self.state, id, snapshot_of(point, id)).await
+            }
             Order::Revert(point) => self.revert(&volume, point).await,
             Order::Receive { transfer, token, from } => {
                 self.order_feed(
@@ -134,15 +138,6 @@ impl Mirrors {
         };
         if self.state.snapshots.records.create(snapshot).await?.is_ok() {
             self.state.tell_target(volume.id.0);
-        }
-        Ok(())
-    }
-
-    pub(super) async fn drop_point(&self, volume: VolumeId, id: SnapshotId) -> Result<(), Error> {
-        let change = |snapshot: &mut SnapshotRecord| Ok(snapshot.remove());
-        let removed = self.state.snapshots.records.update(&id.to_string(), change).await?;
-        if removed.is_some_and(|(_, removed)| removed) {
-            self.state.tell_target(volume);
         }
         Ok(())
     }
@@ -254,7 +249,8 @@ impl Mirrors {
                 PointVerdict::Broken(why) => {
                     tracing::info!(group = record.group_name, %why, "a point is not one, cut again");
                     for member in &members {
-                        self.drop_point(*member, snapshot_of(point, *member)).await?;
+                        leaving::drop_point(&self.state, *member, snapshot_of(point, *member))
+                            .await?;
                     }
                     Event::PointBroken { point }
                 }
@@ -346,12 +342,13 @@ impl Mirrors {
                 let is_left = snapshot.phase == SnapshotPhase::Wished
                     && snapshot.point.is_some_and(|point| !named.contains(&point.0));
                 if is_left {
-                    self.drop_point(member.volume, snapshot.id.0).await?;
+                    leaving::drop_point(&self.state, member.volume, snapshot.id.0).await?;
                 }
             }
         }
         match brain.role {
             Role::Primary => self.introduce(live, record),
+            Role::Secondary => self.end_left(live, record).await?,
             Role::Off => self.end_mirror(live, record).await?,
             Role::Orphan => self.end_orphan(record).await?,
             _ => {}
@@ -387,23 +384,44 @@ impl Mirrors {
     }
 
     async fn release(&self, record: &MirrorRecord) -> Result<(), Error> {
-        let group = record.id.0;
         for member in &record.brain().members {
-            let id = member.volume;
-            self.state.mirrored.forget(id);
-            let all = self.state.snapshots.of_volume(id);
-            for point in all.iter().filter(|s| s.point.is_some() && (s.is_kept() || s.is_open())) {
-                self.drop_point(id, point.id.0).await?;
-            }
-            let change = |volume: &mut VolumeRecord| {
-                mirrored::release(volume, group);
-                Ok(())
+            leaving::release(&self.state, record.id.0, member.volume).await?;
+        }
+        Ok(())
+    }
+
+    /// Copies that the peer's group has no more become volumes of this cluster, at their newest point.
+    async fn end_left(&self, live: &mut Live, record: &MirrorRecord) -> Result<(), Error> {
+        if record.is_volume || live.looked_for_left.is_some_and(|at| at.elapsed() < LEFT_EVERY) {
+            return Ok(());
+        }
+        live.looked_for_left = Some(Instant::now());
+        let group = record.id.0;
+        let named = self.state.mirrored.groups.get(&record.name());
+        let is_left = |volume: &Arc<VolumeRecord>| {
+            let is_member = |id: VolumeId| {
+                record.brain().members.iter().any(|member| member.volume == id)
+                    || named.as_ref().is_some_and(|named| named.members.contains(&Text(id)))
             };
-            let is_named = |volume: Arc<VolumeRecord>| {
-                volume.mirror.as_ref().is_some_and(|mirror| mirror.group.0 == group)
-            };
-            if self.state.volumes.get(&id.to_string()).is_some_and(is_named) {
-                self.state.update_volume(id, change).await?;
+            volume.mirror.as_ref().is_some_and(|mirror| mirror.group.0 == group)
+                && !is_member(volume.id.0)
+        };
+        for volume in self.state.volumes.list().iter().filter(|volume| is_left(volume)) {
+            let stamp = live.stamps.get(&volume.id.0).copied().unwrap_or_default();
+            let seen = observe::observe(&self.state, group, volume, (0, stamp));
+            match seen.points.last() {
+                // Its view is on its way to a point that never comes.
+                Some(newest) if seen.at != Some(*newest) && volume.attachments.is_empty() => {
+                    self.order_feed(volume.id.0, FeedOrder::default());
+                    self.revert(volume, *newest).await?;
+                }
+                _ => {
+                    leaving::release(&self.state, group, volume.id.0).await?;
+                    let message = "it left the mirrored group on the other side, and is a volume of \
+                                   this cluster now";
+                    let object = about(volume);
+                    self.state.events.record(Severity::Warning, object, "CopyLeft", message);
+                }
             }
         }
         Ok(())

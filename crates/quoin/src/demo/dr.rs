@@ -224,6 +224,8 @@ impl Demo<'_> {
         let began = Instant::now();
         second.wait("the first one is silent", SILENCE_BUDGET, is_silent)?;
         note(&format!("it is silent after {}", seconds(began.elapsed())));
+        // Both sides tell it, by the clock of the first one.
+        let told_here = synced_at(&second.mirror()?).context("second does not say what it has")?;
         second.is_refused(&["mirror", "promote", GROUP], "only force")?;
         print_timed("failover: a person says that first is lost, and promotes with force");
         let began = Instant::now();
@@ -231,11 +233,15 @@ impl Demo<'_> {
         let volumes = second.attach(LOG, TABLE)?;
         note(&format!("{printed}; served after {:.1} s", began.elapsed().as_secs_f64()));
         let found = journal.check(&volumes)?;
-        self.check_told(*told, journal, found)?;
+        for told in [*told, told_here] {
+            self.check_told(told, journal, found)?;
+        }
+        self.tell_loss(told_here, journal, found)?;
         second.detach_from(volumes)?;
         Ok(found)
     }
 
+    /// Each record that was acknowledged before that time has to be there.
     fn check_told(&self, told: SystemTime, journal: &Journal, found: Found) -> Result<()> {
         let missing = journal.0.get(found.in_log).and_then(|record| record.logged);
         let not_stored = journal.0.get(found.in_table).and_then(|record| record.stored);
@@ -249,6 +255,12 @@ impl Demo<'_> {
                 );
             }
         }
+        Ok(())
+    }
+
+    /// Compares the loss that was told with the true one.
+    fn tell_loss(&self, told: SystemTime, journal: &Journal, found: Found) -> Result<()> {
+        let missing = journal.0.get(found.in_log).and_then(|record| record.logged);
         let Some(ended) = journal.0.iter().filter_map(|record| record.logged).next_back() else {
             bail!("no record was acknowledged");
         };

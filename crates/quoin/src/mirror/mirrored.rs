@@ -311,6 +311,14 @@ pub async fn resync(
                         format!("{} follows {}", output::quoted(&view.name), view.peer)
                     });
                 }
+                if view.role == "diverged" && !options.force {
+                    bail!(
+                        "{} diverged: both sides wrote since the last common point. `quoin mirror resync {} \
+                         --force` follows the other side, and keeps what this one wrote in a snapshot",
+                        options.of,
+                        output::quoted(&options.of)
+                    );
+                }
                 match view.message.as_str() {
                     "" => format!("it is {} here", view.role),
                     message => message.to_owned(),
@@ -347,6 +355,9 @@ pub async fn plain(
                 format!("no more points of {name} are cut until `quoin mirror resume {name}`")
             }
             Call::Resume => format!("points of {name} are cut again"),
+            _ if view.role == "orphan" => {
+                format!("{name} is an orphan, whose mirror was ended: promote it, or delete it")
+            }
             _ if ["secondary", "diverged"].contains(&view.role.as_str()) => {
                 format!("{name} is a copy: its mirror is ended on {}", view.peer)
             }
@@ -483,6 +494,12 @@ impl MirrorView {
     /// Loss of a failover at this moment, in words.
     fn loss(&self) -> String {
         match (self.role.as_str(), self.synced_at.as_str()) {
+            ("secondary", _) if self.points.iter().any(|point| point.is.contains("last")) => {
+                format!(
+                    "nothing is lost: this side was demoted, and {} gets its final point",
+                    self.peer
+                )
+            }
             ("secondary", "") if self.points.iter().any(|point| point.is.contains("complete")) => {
                 format!(
                     "what was acknowledged on {} since its last point; of when that is, is not known",
