@@ -242,6 +242,8 @@ fn a_lost_cluster_is_replaced_at_its_last_point_and_comes_back_as_a_copy() {
     wait_for_role(second, "db", "diverged");
     let aborted = refused(second, &["mirror", "promote", "db", "--force"]);
     assert!(aborted.contains("resync --force") && aborted.contains("accept-diverged"), "{aborted}");
+    let unforced = refused(second, &["mirror", "resync", "db"]);
+    assert!(unforced.contains("keeps what this one wrote"), "{unforced}");
     second.ok(&["mirror", "resync", "db", "--force"]);
     let kept_lost = status(second, "db")["lost"].as_str().unwrap().to_owned();
     assert!(kept_lost.starts_with("lost-"), "{kept_lost}");
@@ -311,6 +313,20 @@ fn a_group_is_mirrored_grows_and_is_drilled_on_its_copy() {
         let there = client(second, name);
         assert_holds(&there, &versions(version));
         detach(second, name, there);
+    }
+    wait_for_role(first, "shop", "secondary");
+
+    // A member that leaves is a volume of its own on both sides.
+    second.ok(&["group", "modify", "shop", "--remove", "late"]);
+    for side in [second, first] {
+        side.eventually("it is a volume of its own", || {
+            side.json(&["volume", "get", "late"])["mirror"].is_null().then_some(())
+        });
+        let left = client(side, "late");
+        assert_holds(&left, &versions(7));
+        detach(side, "late", left);
+        let members = status(side, "shop")["members"].as_array().unwrap().len();
+        assert_eq!(members, 2);
     }
     two.stop();
 }
