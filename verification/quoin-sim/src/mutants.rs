@@ -339,6 +339,7 @@ pub const ALL: &[Defect] = &[
     mirror("dropped-point-waited-for", Swarm::Restored),
     mirror("dropped-before-its-pools-have-the-role", Swarm::Restored),
     mirror("resync-of-the-peer-waited-for", Swarm::Failovers),
+    mirror("diverged-peer-waited-for", Swarm::Failovers),
     mirror("stream-begins-behind-what-its-target-has", Swarm::Restored),
     mirror("yield-of-another-claim-believed", Swarm::Mirrors),
     mirror("generation-without-its-claim", Swarm::Failovers),

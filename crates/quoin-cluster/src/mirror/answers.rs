@@ -238,7 +238,7 @@ impl Brain {
         // may have no final point, and waits for a primary as well.
         let waits = match word.role {
             Role::Resyncing => !mutant::is("resync-of-the-peer-waited-for"),
-            Role::Diverged => true,
+            Role::Diverged => !mutant::is("diverged-peer-waited-for"),
             _ => false,
         };
         if waits

@@ -290,6 +290,26 @@ fn of_two_resyncs_at_once_one_gives_way_for_a_side_to_be_promoted() {
 }
 
 #[test]
+fn a_demoted_side_is_promoted_with_force_beside_one_that_diverged_without_a_final_point() {
+    break_a_rule();
+    let points = Points { last: Some(POINT), ..Points::default() };
+    let record = Record { role: Role::Secondary, points, ..primary() };
+    let role_by = |force: bool| {
+        let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+        let mut out = Vec::new();
+        brain.on(now(0), Event::OwnMirror { is_running: true }, &mut out);
+        brain.on(now(0), Event::Observed(VOLUME, seen(1, &record, &[POINT])), &mut out);
+        let other = Word { role: Role::Diverged, ..word(&record) };
+        hear(&mut brain, &mut peer, other);
+        let mut out = Vec::new();
+        assert_eq!(brain.call(now(4), Call::Promote { force }, &mut out), Answer::NotYet);
+        stored(&out).map(|record| record.role)
+    };
+    assert_eq!(role_by(false), None, "what diverged may be the truth");
+    assert_eq!(role_by(true), Some(Role::Promoting));
+}
+
+#[test]
 fn a_transfer_begins_once_no_older_order_is_on_its_way_and_the_copy_is_large_enough() {
     break_a_rule();
     let begun =

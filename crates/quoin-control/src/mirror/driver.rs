@@ -201,7 +201,7 @@ impl Mirrors {
     }
 
     /// Takes in what a mirror of this cluster heard of peers, and how far its transfers are.
-    pub(crate) async fn reported(&self, messages: Vec<PeerMessage>, sent: Vec<MirrorSent>) {
+    pub async fn reported(&self, messages: Vec<PeerMessage>, sent: Vec<MirrorSent>) {
         for sent in sent.into_iter().take(1024) {
             if let Ok(volume) = sent.volume_id.parse() {
                 let mut all = self.sent.lock().expect("no holder of this lock panics");

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use prost::Message;
+use quoin_api::control::{GroupIntroduction, PeerMessage, PeerWord, peer_word};
 use quoin_cluster::mirror::record::Parameters;
 use quoin_cluster::mirror::{Begun, Chain, ClusterId, Generation, Keepsake, Record as Brain, Role};
 use quoin_cluster::ownership::mirrored;
@@ -226,4 +228,38 @@ async fn a_peer_stays_paired_while_groups_are_mirrored_with_it() {
     cluster.restart().await;
     cluster.controller.membership.peers.unpair("west").await.unwrap();
     assert_eq!(cluster.controller.membership.peers.list(), []);
+}
+
+#[tokio::test]
+async fn a_copy_is_an_orphan_once_its_peer_begins_another_mirror_of_the_same_volume() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    mirrored_volume(&mut cluster, "db", Role::Secondary).await;
+    cluster.restart().await;
+    let driver = &cluster.controller.mirror.driver;
+    let copy = driver.list().unwrap().pop().unwrap();
+    let [own, peer] = [copy.brain().cluster, copy.brain().peer];
+    let member = copy.brain().members[0].volume;
+    let role_after = async |id: u128| {
+        let parameters = copy.brain().parameters;
+        let mut theirs = Brain::primary(copy.id.0, [peer, own], vec![member], parameters);
+        let generation = Generation { number: 1, cluster: peer, id };
+        theirs.chain = Chain::new(Begun { generation, at: None });
+        let said = GroupIntroduction {
+            name: "db".into(),
+            is_volume: true,
+            record: theirs.encode(),
+            interval_s: INTERVAL_S,
+            may_take_over: false,
+            compresses: true,
+            bandwidth_limit: 0,
+        };
+        let body = PeerWord { what: Some(peer_word::What::Group(said)) }.encode_to_vec();
+        let (peer_cluster_id, group_id) = (peer.to_string(), copy.id.0.to_string());
+        driver.reported(vec![PeerMessage { peer_cluster_id, group_id, body }], vec![]).await;
+        driver.list().unwrap().pop().unwrap().role()
+    };
+    assert_eq!(role_after(7).await, Role::Secondary, "it is the mirror that it follows");
+    assert_eq!(role_after(8).await, Role::Orphan);
+    assert_eq!(role_after(8).await, Role::Orphan, "a person promotes or deletes it");
 }

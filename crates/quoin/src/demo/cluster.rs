@@ -173,14 +173,9 @@ impl DevCluster {
 
     /// `kill -9` of one; `meanwhile` runs while it is down and cannot come back.
     pub fn kill_and_hold(&self, name: &str, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
-        let hold = self.layout.hold(name);
-        std::fs::write(&hold, "").with_context(|| format!("write {}", hold.display()))?;
-        let pid = self.pid(name)?;
-        kill_process(pid, Signal::KILL).context("kill -9")?;
-        let noticed = wait_until_gone(pid).and_then(|()| self.wait_until_noticed(name, pid));
-        let outcome = noticed.and_then(|()| meanwhile());
-        std::fs::remove_file(&hold).with_context(|| format!("remove {}", hold.display()))?;
-        outcome
+        let outcome = self.hold(&[name]).and_then(|()| meanwhile());
+        let released = self.release(&[name]);
+        outcome.and(released)
     }
 
     /// `kill -9` of several at the same moment, none of which comes back before [`Self::release`].
