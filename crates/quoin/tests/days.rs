@@ -147,9 +147,14 @@ fn a_stop_during_writes_keeps_all_flushed_data() {
 fn ports(dev: &Dev) -> Vec<String> {
     let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
     let mut settings: serde_json::Value = serde_json::from_slice(&settings).unwrap();
-    if dev.pid("attach").is_none() {
-        // No process serves the port that was chosen for it.
-        settings.as_object_mut().unwrap().remove("attach_http");
+    // No process serves the ports that were chosen for a part that does not run.
+    let parts =
+        [("attach", &["attach_http"][..]), ("mirror", &["mirror_listen", "mirror_http"][..])];
+    for (part, chosen) in parts {
+        if dev.pid(part).is_none() {
+            let settings = settings.as_object_mut().unwrap();
+            chosen.iter().for_each(|name| drop(settings.remove(*name)));
+        }
     }
     let mut ports = Vec::new();
     let mut open = vec![&settings];

@@ -26,7 +26,7 @@ pub const DELTA: &str = "mirror-delta";
 pub const SHIPPING: &str = "mirror-shipping";
 pub const LAG: &str = "mirror-lag";
 pub const ROLES: &str = "mirror-roles";
-pub const IDLE: &str = "mirror-idle";
+pub const IDLE: &str = "mirror-at-rest";
 
 const BYTES: u64 = 512 << 20;
 const PIECE_BYTES: usize = 1 << 20;

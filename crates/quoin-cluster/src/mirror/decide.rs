@@ -306,9 +306,14 @@ impl Brain {
         }
         self.changed(|record| {
             record.chain = word.chain.clone();
+            let points = &mut record.points;
             if is_own {
-                record.points.complete = fork;
-                record.points.complete_cut_ms = 0;
+                points.complete = fork;
+                points.complete_cut_ms = match fork {
+                    _ if points.common == fork => points.common_cut_ms,
+                    _ if points.offered == fork => points.offered_cut_ms,
+                    _ => 0,
+                };
             }
             record.points.last = None;
             record.points.offered = None;

@@ -290,6 +290,40 @@ fn of_two_resyncs_at_once_one_gives_way_for_a_side_to_be_promoted() {
 }
 
 #[test]
+fn a_side_that_ruled_cuts_a_final_point_before_it_counts_as_diverged() {
+    break_a_rule();
+    let record = Record { role: Role::Secondary, ..primary() };
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+    brain.on(now(0), Event::Observed(VOLUME, seen(1, &record, &[])), &mut Vec::new());
+    let mut chain = record.chain.clone();
+    let generation = Generation { number: 2, cluster: CLUSTERS[1], id: 0 };
+    chain.push(Begun { generation, at: Some(POINT) });
+    let other = Word { role: Role::Primary, chain, ..word(&record) };
+    let actions = hear(&mut brain, &mut peer, other);
+    let next = stored(&actions).expect("it wrote behind the fork");
+    assert_eq!(next.role, Role::Demoting);
+    assert!(next.points.last.is_some());
+}
+
+#[test]
+fn a_former_primary_knows_of_when_the_final_point_is_that_it_follows_from() {
+    break_a_rule();
+    let points =
+        Points { offered: Some(POINT), offered_cut_ms: 8, last: Some(POINT), ..Points::default() };
+    let record = Record { role: Role::Secondary, points, ..primary() };
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+    let observed = Observed { at: Some(POINT), ..*seen(1, &record, &[POINT]) };
+    brain.on(now(0), Event::Observed(VOLUME, Box::new(observed)), &mut Vec::new());
+    let mut chain = record.chain.clone();
+    let generation = Generation { number: 2, cluster: CLUSTERS[1], id: 0 };
+    chain.push(Begun { generation, at: Some(POINT) });
+    let other = Word { role: Role::Primary, chain, ..word(&record) };
+    let actions = hear(&mut brain, &mut peer, other);
+    let points = &stored(&actions).expect("it follows").points;
+    assert_eq!((points.complete, points.complete_cut_ms), (Some(POINT), 8));
+}
+
+#[test]
 fn a_demoted_side_is_promoted_with_force_beside_one_that_diverged_without_a_final_point() {
     break_a_rule();
     let points = Points { last: Some(POINT), ..Points::default() };
