@@ -5,6 +5,7 @@ use std::time::Duration;
 use quoin_types::ids::{GroupId, PointId, VolumeId};
 use quoin_types::time::Time;
 
+use super::answers::{Answer, Call};
 use super::brain::Now;
 use super::record::{Parameters, Points};
 use super::session::Session;
