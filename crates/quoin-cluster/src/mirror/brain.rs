@@ -119,8 +119,8 @@ pub struct Brain {
     /// The point that this life named, and the time of its cuts once they count.
     pub(super) cut: Option<(PointId, Option<u64>)>,
     pub(super) cursors_at: Time,
-    /// The newest moment that was known to be on the other side, and the generation that it is of: what was
-    /// true of it stays true while nobody is heard.
+    /// The newest moment that was known to be on the other side, and the generation that it is of. The moment
+    /// counts in silence too.
     pub(super) synced: Option<(Generation, u64)>,
 }
 

@@ -16,27 +16,16 @@ use super::{BYTES_MAX, GENERATIONS_MAX, MEMBERS_MAX, POINTS_TOLD_MAX};
 const RECORD: u8 = 1;
 const MESSAGE: u8 = 1;
 
-const ROLES: [Role; 8] = [
-    Role::Off,
-    Role::Primary,
-    Role::Demoting,
-    Role::Secondary,
-    Role::Promoting,
-    Role::Diverged,
-    Role::Resyncing,
-    Role::Orphan,
-];
-
 type Read<T> = Result<T, Malformed>;
 
 fn put_role(out: &mut BytesMut, role: Role) {
-    let place = ROLES.iter().position(|other| *other == role);
+    let place = Role::ALL.iter().position(|other| *other == role);
     out.put_u8(place.and_then(|place| u8::try_from(place).ok()).unwrap_or(0));
 }
 
 fn role(from: &mut Reader) -> Read<Role> {
     let place = from.u8("role")?;
-    ROLES.get(usize::from(place)).copied().ok_or(Malformed("role"))
+    Role::ALL.get(usize::from(place)).copied().ok_or(Malformed("role"))
 }
 
 fn put_option<T>(out: &mut BytesMut, value: Option<T>, put: impl FnOnce(&mut BytesMut, T)) {
@@ -364,7 +353,7 @@ mod tests {
     }
 
     fn roles() -> impl Strategy<Value = Role> {
-        (0..ROLES.len()).prop_map(|place| ROLES[place])
+        (0..Role::ALL.len()).prop_map(|place| Role::ALL[place])
     }
 
     fn chains() -> impl Strategy<Value = Chain> {

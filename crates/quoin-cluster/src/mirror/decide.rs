@@ -421,7 +421,7 @@ impl Brain {
         self.changed(|record| {
             for other in &word.members {
                 let is_known = record.members.iter().any(|member| member.volume == other.volume);
-                // One whose copy could not be made holds nobody up.
+                // A member whose copy could not be made holds no other one up.
                 let is_there = self.members.contains_key(&other.volume);
                 if !is_known && is_there {
                     record.members.push(super::Member { volume: other.volume, has_base: false });

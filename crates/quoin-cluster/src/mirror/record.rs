@@ -25,6 +25,18 @@ pub enum Role {
 }
 
 impl Role {
+    /// All roles, each at the place by which records and messages name it.
+    pub const ALL: [Self; 8] = [
+        Self::Off,
+        Self::Primary,
+        Self::Demoting,
+        Self::Secondary,
+        Self::Promoting,
+        Self::Diverged,
+        Self::Resyncing,
+        Self::Orphan,
+    ];
+
     /// Returns true for roles in which a member may be published.
     pub fn is_primary(self) -> bool {
         matches!(self, Self::Primary | Self::Demoting)

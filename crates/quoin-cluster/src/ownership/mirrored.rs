@@ -35,7 +35,7 @@ pub fn keep(volume: &mut VolumeRecord, group: GroupId, keepsake: Keepsake) {
         cluster: Text(generation.cluster),
         claim: Text(PointId(generation.id)),
         at: keepsake.begun.at.map(Text),
-        // That of the record after this change.
+        // The generation of the record after this change.
         since_generation: volume.generation + 1,
         fence,
         fenced_epoch,

@@ -28,7 +28,7 @@ pub struct Use {
     /// Lower limit of the epochs of that use.
     #[serde(default, rename = "used_before_since_epoch", skip_serializing_if = "is_zero")]
     pub before_since_epoch: u64,
-    /// The records were recovered and lack the node of the last epoch, which may be another one's. This
+    /// The records were recovered and lack the node of the last epoch, which may be another one's. The
     /// use goes on only if its own node proves to hold that epoch.
     #[serde(default, rename = "used_unproven", skip_serializing_if = "std::ops::Not::not")]
     pub unproven: bool,

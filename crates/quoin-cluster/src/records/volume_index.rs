@@ -1,6 +1,9 @@
 //! Lookups over all volumes: by pool, by node, and the bytes that each pool was promised.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::hash::Hash;
+
+use quoin_types::ids::GroupId;
 
 use crate::records::{Cause, Index, VolumePhase, VolumeRecord};
 
@@ -10,6 +13,7 @@ pub struct VolumeIndex {
     by_pool: HashMap<String, BTreeSet<String>>,
     by_node: HashMap<String, BTreeSet<String>>,
     by_holder: HashMap<String, BTreeSet<String>>,
+    by_mirror: HashMap<GroupId, BTreeSet<String>>,
     /// The sizes of all volumes, once for each replica that the pool has or is to have.
     promised_bytes: HashMap<String, u128>,
     /// Volumes that each node owns.
@@ -92,6 +96,11 @@ impl VolumeIndex {
         self.by_holder.get(node)
     }
 
+    /// Volumes that name the group as that of their mirror.
+    pub fn of_mirror(&self, group: GroupId) -> Option<&BTreeSet<String>> {
+        self.by_mirror.get(&group)
+    }
+
     /// Number of volumes that the node owns.
     pub fn owned(&self, node: &str) -> usize {
         self.owned.get(node).map_or(0, |count| *count as usize)
@@ -122,9 +131,9 @@ fn nodes(volume: &VolumeRecord) -> HashSet<&String> {
     volume.opened.owner.iter().chain(volume.attachments.iter().map(|a| &a.node)).collect()
 }
 
-fn enter<'a>(
-    by: &mut HashMap<String, BTreeSet<String>>,
-    holders: impl IntoIterator<Item = &'a String>,
+fn enter<'a, K: Clone + Eq + Hash + 'a>(
+    by: &mut HashMap<K, BTreeSet<String>>,
+    holders: impl IntoIterator<Item = &'a K>,
     volume: &str,
 ) {
     for holder in holders {
@@ -132,9 +141,9 @@ fn enter<'a>(
     }
 }
 
-fn leave<'a>(
-    by: &mut HashMap<String, BTreeSet<String>>,
-    holders: impl IntoIterator<Item = &'a String>,
+fn leave<'a, K: Eq + Hash + 'a>(
+    by: &mut HashMap<K, BTreeSet<String>>,
+    holders: impl IntoIterator<Item = &'a K>,
     volume: &str,
 ) {
     for holder in holders {
@@ -151,6 +160,10 @@ fn holder(volume: &VolumeRecord) -> Option<&String> {
     Some(&volume.grants.holder).filter(|holder| !holder.is_empty())
 }
 
+fn mirror(volume: &VolumeRecord) -> Option<&GroupId> {
+    volume.mirror.as_ref().map(|mirror| &mirror.group.0)
+}
+
 fn is_growing(volume: &VolumeRecord) -> bool {
     volume.replicas.iter().any(|replica| !volume.is_known(replica))
 }
@@ -165,6 +178,7 @@ impl VolumeIndex {
         leave(&mut self.by_pool, volume.pools(), &name);
         leave(&mut self.by_node, nodes(volume), &name);
         leave(&mut self.by_holder, holder(volume), &name);
+        leave(&mut self.by_mirror, mirror(volume), &name);
         for replica in &volume.replicas {
             if let Some(bytes) = self.promised_bytes.get_mut(&replica.pool) {
                 *bytes -= u128::from(volume.size_bytes);
@@ -186,6 +200,7 @@ impl VolumeIndex {
         enter(&mut self.by_pool, volume.pools(), &name);
         enter(&mut self.by_node, nodes(volume), &name);
         enter(&mut self.by_holder, holder(volume), &name);
+        enter(&mut self.by_mirror, mirror(volume), &name);
         for replica in &volume.replicas {
             let bytes = self.promised_bytes.entry(replica.pool.clone()).or_default();
             *bytes += u128::from(volume.size_bytes);
@@ -220,6 +235,8 @@ mod tests {
     use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
     use super::*;
+    use crate::mirror::{Begun, Keepsake};
+    use crate::ownership::mirrored;
     use crate::records::{Discarded, MemberRecord, ReplicaPhase, ReplicaRecord, Text};
 
     /// A volume with a replica in each of `pools`, one that is removed from `gone`, owned by `owner`.
@@ -256,6 +273,10 @@ mod tests {
         let first = volume.replicas.first().map(|first| (first.id, first.guid));
         volume.membership.known =
             first.map(|(id, guid)| MemberRecord { id, guid }).into_iter().collect();
+        if owner > 0 {
+            let keepsake = Keepsake { is_primary: true, begun: Begun::default() };
+            mirrored::keep(&mut volume, GroupId(u128::from(owner)), keepsake);
+        }
         volume
     }
 
@@ -301,6 +322,11 @@ mod tests {
                 prop_assert_eq!(index.promised_bytes(&name), all.values().map(in_pool).sum::<u64>());
                 let of_holder = named(&|volume| volume.grants.holder == name);
                 prop_assert_eq!(index.of_holder(&name).cloned().unwrap_or_default(), of_holder);
+                let group = GroupId(name.parse().unwrap());
+                let of_mirror = named(&|volume| {
+                    volume.mirror.as_ref().is_some_and(|mirror| mirror.group.0 == group)
+                });
+                prop_assert_eq!(index.of_mirror(group).cloned().unwrap_or_default(), of_mirror);
                 let owned = all.values().filter(|volume| volume.opened.owner.as_ref() == Some(&name));
                 prop_assert_eq!(index.owned(&name), owned.count());
                 let newcomers = |volume: &VolumeRecord| {

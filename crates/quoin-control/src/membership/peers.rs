@@ -36,8 +36,6 @@ const ID_DIGITS_MIN: usize = 8;
 const CHANGES_APART: Duration = Duration::from_secs(2);
 /// Most mirrored groups that a refusal names.
 const NAMED_MAX: usize = 3;
-/// A peer of which nothing was heard for so long is silent.
-const SILENT_AFTER: Duration = Duration::from_secs(30);
 
 /// Last report of a mirror of this cluster.
 #[derive(Clone, Debug)]
@@ -515,12 +513,12 @@ impl Peers {
             }
             let heard = self.heard().get(&record.cluster).copied().unwrap_or(self.started);
             let mut silent = self.silent.lock().expect("no holder of this lock panics");
-            if heard.elapsed() >= SILENT_AFTER {
+            if heard.elapsed() >= mirror::SILENT_AFTER {
                 if silent.insert(record.cluster.clone()) {
                     let message = format!(
                         "none of its mirrors was heard for {} s; nothing is sent to it and nothing comes \
                          from it until one is: see that its hosts run and that the network between is whole",
-                        SILENT_AFTER.as_secs()
+                        mirror::SILENT_AFTER.as_secs()
                     );
                     self.event(about(&record), Severity::Warning, "PeerSilent", message);
                 }
@@ -546,7 +544,7 @@ impl Peers {
                 "no mirror here",
                 "no `quoin mirror run` of this cluster runs: start one beside each target".to_owned(),
             ),
-            (_, Some(heard)) if heard.elapsed() < SILENT_AFTER => {
+            (_, Some(heard)) if heard.elapsed() < mirror::SILENT_AFTER => {
                 (if link.linked_to.is_empty() { "heard" } else { "linked" }, link.message)
             }
             (_, Some(_)) => ("silent", link.message),

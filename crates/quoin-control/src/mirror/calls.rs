@@ -6,7 +6,9 @@ use std::time::Duration;
 use quoin_api::control::{self as api, MirrorRef, VolumeGroupRef, VolumeRef, call_mirror_request};
 use quoin_cluster::mirror::answers::{Answer, Call, No};
 use quoin_cluster::mirror::record::Parameters;
-use quoin_cluster::mirror::{Begun, Chain, ClusterId, Generation, Record as Brain, Role};
+use quoin_cluster::mirror::{
+    Begun, Chain, ClusterId, Generation, Record as Brain, Role, SILENT_AFTER,
+};
 use quoin_cluster::records::{
     MirrorRecord, MirrorSettings, Record, VolumeGroupRecord, VolumePhase, VolumeRecord,
 };
@@ -25,8 +27,6 @@ const INTERVAL_DEFAULT_S: u64 = 60;
 /// Time in which a call is answered, whatever the peer does.
 const ENABLED_WITHIN: Duration = Duration::from_secs(25);
 const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
-/// A peer that was not heard for so long is away.
-const HEARD_WITHIN: Duration = Duration::from_secs(30);
 /// Most groups of a cluster.
 pub(crate) const GROUPS_MAX: usize = 1000;
 
@@ -176,7 +176,7 @@ impl Mirrors {
             ))),
             Err(error) => {
                 if is_new {
-                    // A refusal leaves nothing behind: the record is gone with the call.
+                    // A refusal leaves nothing behind, and its words count for more than those of the end.
                     let _ = self.call(record.id.0, Call::Disable, Duration::from_secs(2)).await;
                 }
                 Err(error)
@@ -237,7 +237,7 @@ impl Mirrors {
         for member in &members {
             self.check_member(of, *member)?;
         }
-        let heard = self.peers.heard_at(peer).is_some_and(|at| at.elapsed() < HEARD_WITHIN);
+        let heard = self.peers.heard_at(peer).is_some_and(|at| at.elapsed() < SILENT_AFTER);
         if !heard {
             return Err(Error::Precondition(
                 "no mirror of the peer was heard within 30 s, so nobody makes a copy there: `quoin \
@@ -292,7 +292,7 @@ impl Mirrors {
     /// Changes the role of this side, pauses, or ends the mirror. Returns whether a copy is ready.
     ///
     /// # Errors
-    /// The table of answers says so; [`Error::Busy`]: it goes on, ask again.
+    /// The brain refuses the call; [`Error::Busy`]: the change goes on, ask again.
     pub async fn change(
         &self,
         asked: &api::CallMirrorRequest,

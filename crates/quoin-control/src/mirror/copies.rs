@@ -96,7 +96,7 @@ impl Mirrors {
     ) {
         match self.make_copy(peer, group, said).await {
             Ok(()) => {}
-            // It is told again.
+            // The peer tells it again.
             Err(Error::Busy(why)) => tracing::debug!(why, "a copy is not made yet"),
             Err(error) => self.refuse(peer, group, &error.to_string()),
         }
@@ -242,7 +242,7 @@ impl Mirrors {
         Ok(())
     }
 
-    /// The peer ended the mirror while nobody was heard, and begins another one: the copy is left.
+    /// Makes an orphan of a copy whose peer ended the mirror in silence, and begins another one.
     async fn end_copy(&self, known: &MirrorRecord) -> Result<(), Error> {
         let change = |found: &mut MirrorRecord| {
             let mut brain = found.brain().clone();

@@ -57,8 +57,6 @@ pub(super) struct Live {
     pub cutting: Option<PointId>,
     /// The copies were told to the peer at this time, with these key slots.
     pub introduced: Option<(Instant, Vec<Option<Encryption>>)>,
-    /// When copies were looked for that are in the group no more.
-    pub looked_for_left: Option<Instant>,
     /// Why the peer makes no copy.
     pub refused: String,
     /// Why an order was not carried out.
@@ -284,7 +282,6 @@ impl Mirrors {
             heard: None,
             cutting: None,
             introduced: None,
-            looked_for_left: None,
             refused: String::new(),
             failures: BTreeMap::new(),
         });
@@ -351,9 +348,7 @@ impl Mirrors {
         let mut events = Vec::new();
         events.push(Event::OwnMirror { is_running: self.peers.leader().is_some() });
         let heard = self.peers.heard_at(&record.brain().peer.to_string());
-        // A mirror reports how long ago it heard the peer: one moment looks a little later in each report.
-        let is_news = |at: Instant| live.heard.is_none_or(|last| at > last + HEARD_APART);
-        if heard.is_some_and(is_news) {
+        if heard.is_some_and(|at| is_news(live.heard, at)) {
             live.heard = heard;
             events.push(Event::Heard);
         }
@@ -512,5 +507,26 @@ impl Reconciler for Mirrors {
             || brain.points.cutting.is_some()
             || is_cutting;
         Ok(Next::After(if is_on_its_way { SOON } else { AT_REST }))
+    }
+}
+
+/// A mirror reports how long ago it heard the peer: one moment looks a little later in each report of it.
+fn is_news(last: Option<Instant>, at: Instant) -> bool {
+    last.is_none_or(|last| at > last + HEARD_APART)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_of_one_moment_are_no_news_however_late_they_come_and_the_next_frame_is() {
+        let first = Instant::now();
+        assert!(is_news(None, first));
+        for late_ms in [0, 1, 40, 500] {
+            assert!(!is_news(Some(first), first + Duration::from_millis(late_ms)));
+        }
+        // Frames come every second, and the report of one may be that much earlier than that of another.
+        assert!(is_news(Some(first), first + Duration::from_millis(600)));
     }
 }

@@ -160,6 +160,7 @@ impl VolumeGroups {
         let updated = self.state.mirrored.groups.update(&group.name(), change).await?;
         let (group, ()) = updated.ok_or_else(|| Error::missing("group", &group.group_name))?;
         self.pass_on(&group).await?;
+        // The mirror does it too, where this life ends here.
         for left in before.iter().filter(|member| !members.contains(member)) {
             super::leaving::release(&self.state, group.id.0, left.0).await?;
         }

@@ -26,8 +26,6 @@ use crate::volume::volumes;
 
 /// Hold of a point over several members: their clients wait so long at most.
 const HOLD_MS: u32 = 1000;
-/// Between two looks for copies that are in the group no more.
-const LEFT_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
 
 impl Mirrors {
     /// Takes down that a fence of the volume is over, where a target has opened it since.
@@ -347,7 +345,10 @@ impl Mirrors {
             }
         }
         match brain.role {
-            Role::Primary => self.introduce(live, record),
+            Role::Primary => {
+                self.introduce(live, record);
+                self.end_left(live, record).await?;
+            }
             Role::Secondary => self.end_left(live, record).await?,
             Role::Off => self.end_mirror(live, record).await?,
             Role::Orphan => self.end_orphan(record).await?,
@@ -390,39 +391,43 @@ impl Mirrors {
         Ok(())
     }
 
-    /// Copies that the peer's group has no more become volumes of this cluster, at their newest point.
-    async fn end_left(&self, live: &mut Live, record: &MirrorRecord) -> Result<(), Error> {
-        if record.is_volume || live.looked_for_left.is_some_and(|at| at.elapsed() < LEFT_EVERY) {
+    /// Volumes that left the group become ordinary ones. The first side's are so at once, unless it died in
+    /// between; a copy goes to its newest point first.
+    async fn end_left(&self, live: &Live, record: &MirrorRecord) -> Result<(), Error> {
+        if record.is_volume {
             return Ok(());
         }
-        live.looked_for_left = Some(Instant::now());
-        let group = record.id.0;
+        let (group, brain) = (record.id.0, record.brain());
         let named = self.state.mirrored.groups.get(&record.name());
         let is_left = |volume: &Arc<VolumeRecord>| {
-            let is_member = |id: VolumeId| {
-                record.brain().members.iter().any(|member| member.volume == id)
-                    || named.as_ref().is_some_and(|named| named.members.contains(&Text(id)))
-            };
-            volume.mirror.as_ref().is_some_and(|mirror| mirror.group.0 == group)
-                && !is_member(volume.id.0)
+            !brain.members.iter().any(|member| member.volume == volume.id.0)
+                && !named.as_ref().is_some_and(|named| named.members.contains(&volume.id))
         };
-        for volume in self.state.volumes.list().iter().filter(|volume| is_left(volume)) {
-            let stamp = live.stamps.get(&volume.id.0).copied().unwrap_or_default();
-            let seen = observe::observe(&self.state, group, volume, (0, stamp));
-            match seen.points.last() {
-                // Its view is on its way to a point that never comes.
-                Some(newest) if seen.at != Some(*newest) && volume.attachments.is_empty() => {
-                    self.order_feed(volume.id.0, FeedOrder::default());
-                    self.revert(volume, *newest).await?;
-                }
-                _ => {
-                    leaving::release(&self.state, group, volume.id.0).await?;
-                    let message = "it left the mirrored group on the other side, and is a volume of \
-                                   this cluster now";
-                    let object = about(volume);
-                    self.state.events.record(Severity::Warning, object, "CopyLeft", message);
-                }
+        let mirrored = self.state.volumes.indexed(|index| index.of_mirror(group));
+        for volume in mirrored.iter().filter(|volume| is_left(volume)) {
+            let id = volume.id.0;
+            if brain.role.is_primary() {
+                leaving::release(&self.state, group, id).await?;
+                continue;
             }
+            let stamp = live.stamps.get(&id).copied().unwrap_or_default();
+            let seen = observe::observe(&self.state, group, volume, (0, stamp));
+            let message = match seen.points.last() {
+                Some(newest) if seen.at != Some(*newest) && volume.attachments.is_empty() => {
+                    // The view is on its way to a point that never comes.
+                    self.order_feed(id, FeedOrder::default());
+                    self.revert(volume, *newest).await?;
+                    continue;
+                }
+                Some(_) => "it is a volume of this cluster now",
+                None => {
+                    "it is a volume of this cluster now, without the whole content: no point of it was \
+                         complete"
+                }
+            };
+            leaving::release(&self.state, group, id).await?;
+            let message = format!("it left the mirrored group on the other side: {message}");
+            self.state.events.record(Severity::Warning, about(volume), "CopyLeft", message);
         }
         Ok(())
     }

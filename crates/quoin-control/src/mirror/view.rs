@@ -14,18 +14,6 @@ use crate::Error;
 use crate::state::State;
 use crate::time::{now_ms, timestamp};
 
-/// All roles that a side can have.
-pub(crate) const ROLES: [Role; 8] = [
-    Role::Off,
-    Role::Primary,
-    Role::Demoting,
-    Role::Secondary,
-    Role::Promoting,
-    Role::Diverged,
-    Role::Resyncing,
-    Role::Orphan,
-];
-
 /// Name of a role, as users read it.
 pub(crate) fn role(role: Role) -> &'static str {
     match role {

@@ -364,7 +364,7 @@ fn mirror_labels(records: &[Arc<MirrorRecord>]) -> Vec<OfMirror> {
 fn mirrors(controller: &Controller, registry: &mut Registry) {
     let mirrored = &controller.state.mirrored;
     let counts = Family::<ByRole, Gauge>::default();
-    for role in view::ROLES {
+    for role in Role::ALL {
         counts.get_or_create(&ByRole { role: view::role(role).to_owned() }).set(0);
     }
     let gauges = Family::<OfMirror, Gauge>::default;

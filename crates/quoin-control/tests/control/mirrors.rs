@@ -263,3 +263,24 @@ async fn a_copy_is_an_orphan_once_its_peer_begins_another_mirror_of_the_same_vol
     assert_eq!(role_after(8).await, Role::Orphan);
     assert_eq!(role_after(8).await, Role::Orphan, "a person promotes or deletes it");
 }
+
+#[tokio::test]
+async fn a_member_that_left_is_an_ordinary_volume_though_the_controller_died_as_it_left() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    let (stays, left) = (cluster.create("stays").await, cluster.create("left").await);
+    let group = GroupId(77);
+    let brain = brain(&cluster, group, vec![stays.id.0], Role::Primary);
+    let keepsake = Keepsake { is_primary: true, begun: brain.chain.top() };
+    for volume in [&stays, &left] {
+        let entry = cluster.store.entry(&volume.key());
+        let mut record: VolumeRecord = decode(&entry.value).unwrap();
+        mirrored::keep(&mut record, group, keepsake);
+        put(&cluster, &record);
+    }
+    put(&cluster, &mirror(brain, "shop", false));
+    cluster.restart().await;
+    look(&cluster.controller).await;
+    assert!(cluster.volume("left").mirror.is_none());
+    assert!(cluster.volume("stays").mirror.is_some());
+}

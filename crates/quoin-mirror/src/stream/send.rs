@@ -27,7 +27,7 @@ const END: u64 = u64::MAX;
 pub enum Sent {
     /// Everything is on stable media on the other side.
     All,
-    /// It made room for another one, and nothing is on its way.
+    /// The stream made room for another one, and nothing of it is on its way.
     Paused,
 }
 
