@@ -249,10 +249,12 @@ impl Mirrors {
         }
     }
 
-    /// State of the transfer of a volume that is sent from here.
+    /// State of the transfer of a volume that is sent from here now; those of former ones do not count.
     pub(super) fn sent(&self, volume: VolumeId) -> Option<MirrorSent> {
+        let ordered = self.state.mirrored.send(volume)?;
         let sent = self.sent.lock().expect("no holder of this lock panics");
-        sent.get(&volume).map(|(_, sent)| sent.clone())
+        let (_, sent) = sent.get(&volume).filter(|(_, sent)| sent.token == ordered.token)?;
+        Some(sent.clone())
     }
 
     /// Looks at a group with its life locked; `None`: it has no record.

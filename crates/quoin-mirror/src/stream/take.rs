@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use quoin_identity::ClusterId;
+use quoin_types::ids::VolumeId;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tokio::sync::oneshot;
@@ -25,22 +26,25 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 #[derive(Default, Debug)]
 pub struct Open {
     count: AtomicUsize,
-    /// The one of each token: a later one ends it.
-    streams: Mutex<BTreeMap<u128, (u64, oneshot::Sender<()>)>>,
+    /// The one of each transfer: a later one ends it.
+    streams: Mutex<BTreeMap<Fed, (u64, oneshot::Sender<()>)>>,
     numbers: Mutex<u64>,
 }
+
+/// Volume that is fed, and the token of its order, which all members of a group have in common.
+type Fed = (VolumeId, u128);
 
 /// Place of a stream.
 struct Place<'a> {
     open: &'a Open,
-    token: u128,
+    fed: Fed,
     number: u64,
 }
 
 impl Open {
-    /// A place for a stream, and the end of it that a later stream with the same token brings. `None`: too many
+    /// A place for a stream, and the end of it that a later stream of the same transfer brings. `None`: too many
     /// are open.
-    fn place(&self, token: u128) -> Option<(Place<'_>, oneshot::Receiver<()>)> {
+    fn place(&self, fed: Fed) -> Option<(Place<'_>, oneshot::Receiver<()>)> {
         let has_room = |count: usize| (count < STREAMS_MAX).then_some(count + 1);
         self.count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, has_room).ok()?;
         let number = {
@@ -49,11 +53,11 @@ impl Open {
             *numbers
         };
         let (later, replaced) = oneshot::channel();
-        self.streams().insert(token, (number, later));
-        Some((Place { open: self, token, number }, replaced))
+        self.streams().insert(fed, (number, later));
+        Some((Place { open: self, fed, number }, replaced))
     }
 
-    fn streams(&self) -> MutexGuard<'_, BTreeMap<u128, (u64, oneshot::Sender<()>)>> {
+    fn streams(&self) -> MutexGuard<'_, BTreeMap<Fed, (u64, oneshot::Sender<()>)>> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -62,8 +66,8 @@ impl Drop for Place<'_> {
     fn drop(&mut self) {
         self.open.count.fetch_sub(1, Ordering::Relaxed);
         let mut streams = self.open.streams();
-        if streams.get(&self.token).is_some_and(|(number, _)| *number == self.number) {
-            streams.remove(&self.token);
+        if streams.get(&self.fed).is_some_and(|(number, _)| *number == self.number) {
+            streams.remove(&self.fed);
         }
     }
 }
@@ -79,7 +83,7 @@ pub(crate) async fn serve(
     let heard = || shared.contacts.heard(peer);
     heard();
     let ordered = check(&shared.assignment.borrow().takes, peer, &begin);
-    let why = match ordered.map(|()| shared.open.place(begin.token)) {
+    let why = match ordered.map(|()| shared.open.place((begin.volume, begin.token))) {
         Ok(Some((_place, replaced))) => {
             let path = socket(&shared.options.run_dir);
             let took = |bytes| {
@@ -136,15 +140,19 @@ mod tests {
     #[test]
     fn a_later_stream_ends_the_one_of_the_same_transfer_and_there_are_so_many_at_most() {
         let open = Open::default();
-        let (first, mut replaced) = open.place(1).unwrap();
+        let of = |volume| (VolumeId(volume), 7);
+        let (first, mut replaced) = open.place(of(1)).unwrap();
         assert!(replaced.try_recv() == Err(oneshot::error::TryRecvError::Empty));
-        let (_second, mut stays) = open.place(1).unwrap();
+        let (_second, mut stays) = open.place(of(1)).unwrap();
         assert!(replaced.try_recv() == Err(oneshot::error::TryRecvError::Closed));
         drop(first);
         assert!(stays.try_recv() == Err(oneshot::error::TryRecvError::Empty));
-        let places: Vec<_> = (2..=STREAMS_MAX as u128).map(|token| open.place(token)).collect();
-        assert!(places.iter().all(Option::is_some) && open.place(1).is_none());
+        let places: Vec<_> =
+            (2..=STREAMS_MAX as u128).map(|volume| open.place(of(volume))).collect();
+        assert!(places.iter().all(Option::is_some) && open.place(of(1)).is_none());
+        // Other members of the group end none of it.
+        assert!(stays.try_recv() == Err(oneshot::error::TryRecvError::Empty));
         drop(places);
-        assert!(open.place(2).is_some());
+        assert!(open.place(of(2)).is_some());
     }
 }
