@@ -2,6 +2,8 @@
 //! TLS stream, and written to a file with a sync each MiB), what a change costs on the wire, what shipping costs
 //! clients, how far groups are behind, and how long roles take to change.
 
+mod failovers;
+
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -113,13 +115,18 @@ fn eventually<T>(
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     let mut facts = Vec::new();
     type Case = fn(&Two<'_>, &Path) -> Result<Vec<Fact>, Error>;
-    let cases: [(&str, Case); 6] = [
+    let failovers: Case = match options.quick {
+        true => |two, _| failovers::failovers(two, true),
+        false => |two, _| failovers::failovers(two, false),
+    };
+    let cases: [(&str, Case); 7] = [
         (FULL, full),
         (DELTA, delta),
         (SHIPPING, shipping),
         (LAG, lag),
         (ROLES, roles),
         (IDLE, idle),
+        (failovers::FAILOVERS, failovers),
     ];
     for (name, case) in cases {
         if options.wants(name) {

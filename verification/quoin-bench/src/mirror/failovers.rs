@@ -1,0 +1,365 @@
+//! Failovers of many groups, to and fro, while processes of both clusters are killed: whatever a promotion shows is
+//! compared, byte by byte, with what its clients wrote.
+//!
+//! A client writes the blocks of its group one after the other, so each instant of the group is what the first so
+//! many writes made. A promoted group has to show one such instant, and all that was acknowledged before the time
+//! that was told.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use super::{Two, eventually};
+use crate::compare::median;
+use crate::further::Fact;
+use crate::nbd::{self, Request};
+use crate::{Error, load, usage};
+
+pub const FAILOVERS: &str = "mirror-failovers";
+
+const GROUPS: usize = 10;
+const MEMBERS: usize = 5;
+const ROUNDS: usize = 20;
+const ROUNDS_QUICK: usize = 2;
+const VOLUME_BLOCKS: u64 = 2048;
+const BLOCK_BYTES: usize = 4096;
+const WRITES_FOR: Duration = Duration::from_secs(25);
+const WRITE_EVERY: Duration = Duration::from_millis(10);
+const KILL_EVERY: Duration = Duration::from_secs(3);
+/// Time for a target that was killed to serve again.
+const SERVED_WITHIN: Duration = Duration::from_secs(60);
+/// Groups whose ten volumes make a measurement.
+const TIMED: usize = 2;
+/// Processes of a cluster that is lost, and those that are killed before.
+const LOST: [&str; 3] = ["controller", "target", "mirror"];
+const KILLED: [&str; 4] = ["controller", "target", "mirror", "pool"];
+
+/// One of the two clusters.
+#[derive(Clone, Copy)]
+struct Side<'a> {
+    two: &'a Two<'a>,
+    is_second: bool,
+}
+
+/// Write of a client.
+struct Record {
+    member: usize,
+    block: u64,
+    id: u64,
+    acknowledged: Option<SystemTime>,
+}
+
+/// All writes of a group that its present content is made of, in their order.
+#[derive(Default)]
+struct History {
+    records: Vec<Record>,
+    last_id: u64,
+}
+
+/// Result of a comparison.
+#[derive(Default)]
+struct Compared {
+    /// Blocks that are of no instant.
+    wrong: u64,
+    /// Writes that are missing though their time was told.
+    untold: u64,
+}
+
+fn name(group: usize, member: usize) -> String {
+    format!("f{group}-{member}")
+}
+
+fn group_name(group: usize) -> String {
+    format!("fg{group}")
+}
+
+fn content(id: u64) -> Vec<u8> {
+    let mut state = id;
+    let words = (1..BLOCK_BYTES / 8).flat_map(|_| load::next(&mut state).to_le_bytes());
+    id.to_le_bytes().into_iter().chain(words).collect()
+}
+
+impl Side<'_> {
+    fn other(self) -> Self {
+        Self { is_second: !self.is_second, ..self }
+    }
+
+    fn command(self, arguments: &[&str]) -> Result<String, Error> {
+        match self.is_second {
+            true => self.two.second(arguments),
+            false => self.two.first(arguments),
+        }
+    }
+
+    fn status(self, group: usize) -> Result<serde_json::Value, Error> {
+        let text = self.command(&["mirror", "status", &group_name(group), "-o", "json"])?;
+        serde_json::from_str(&text).map_err(|error| Error::Failed(format!("status: {error}")))
+    }
+
+    fn path(self, below: &str) -> std::path::PathBuf {
+        let product = self.two.product;
+        product.path(&if self.is_second { format!("peer/{below}") } else { below.to_owned() })
+    }
+
+    fn pids_of(self, role: &str) -> Vec<u32> {
+        let here = self.path("").to_string_lossy().into_owned();
+        let peer = self.two.product.path("peer/").to_string_lossy().into_owned();
+        let is_here = |pid: &u32| {
+            usage::command_line(*pid)
+                .is_some_and(|line| line.contains(&here) && line.contains(&peer) == self.is_second)
+        };
+        self.two.product.pids_of(role).into_iter().filter(is_here).collect()
+    }
+
+    /// Kills what a lost cluster has none of, until it is found again.
+    fn lose(self) -> Result<(), Error> {
+        for role in LOST {
+            let hold = self.path(&format!("run/hold-{role}"));
+            std::fs::write(&hold, "").map_err(Error::io("hold a process"))?;
+        }
+        LOST.iter().for_each(|role| usage::end(&self.pids_of(role)));
+        Ok(())
+    }
+
+    fn find_again(self) -> Result<(), Error> {
+        for role in LOST {
+            let hold = self.path(&format!("run/hold-{role}"));
+            std::fs::remove_file(&hold).map_err(Error::io("release a process"))?;
+        }
+        Ok(())
+    }
+
+    fn connect(self, volume: &str) -> Result<UnixStream, Error> {
+        let attached = eventually("the volume is attached", || {
+            Ok(self.command(&["volume", "attach", volume, "--nbd"]).ok())
+        })?;
+        let socket =
+            attached.split_once("socket=").and_then(|(_, rest)| rest.split_whitespace().next());
+        let socket = socket.ok_or_else(|| Error::Failed("no NBD address".to_owned()))?.to_owned();
+        eventually("the volume is served", || {
+            let Ok(mut stream) = UnixStream::connect(&socket) else { return Ok(None) };
+            let limit = Some(SERVED_WITHIN);
+            stream.set_read_timeout(limit).map_err(Error::io("prepare a connection"))?;
+            Ok(nbd::negotiate(&mut stream).ok().map(|_| stream))
+        })
+    }
+}
+
+impl History {
+    fn next(&mut self, random: &mut u64) -> (usize, u64, u64) {
+        self.last_id += 1;
+        let draw = load::next(random);
+        let (member, block) = (draw as usize % MEMBERS, (draw >> 32) % VOLUME_BLOCKS);
+        self.records.push(Record { member, block, id: self.last_id, acknowledged: None });
+        (member, block, self.last_id)
+    }
+
+    /// Writes until it is stopped. A write whose answer was lost is made again.
+    fn write(&mut self, side: Side<'_>, group: usize, stop: &AtomicBool) -> Result<(), Error> {
+        let mut streams = BTreeMap::new();
+        let mut random = self.last_id ^ (group as u64) << 32;
+        while !stop.load(Ordering::Relaxed) {
+            let (member, block, id) = self.next(&mut random);
+            let data = content(id);
+            let offset = block * BLOCK_BYTES as u64;
+            let request = |command, length| Request { command, handle: 1, offset, length };
+            while !stop.load(Ordering::Relaxed) {
+                let stream = match streams.get_mut(&member) {
+                    Some(stream) => stream,
+                    None => match side.connect(&name(group, member)) {
+                        Ok(stream) => streams.entry(member).or_insert(stream),
+                        // The cluster may have been lost meanwhile.
+                        Err(_) if stop.load(Ordering::Relaxed) => return Ok(()),
+                        Err(error) => return Err(error),
+                    },
+                };
+                match nbd::ask(stream, &request(nbd::WRITE, BLOCK_BYTES as u32), &data) {
+                    Ok(()) => {
+                        if let Some(record) = self.records.last_mut() {
+                            record.acknowledged = Some(SystemTime::now());
+                        }
+                        break;
+                    }
+                    Err(_) => drop(streams.remove(&member)),
+                }
+            }
+            std::thread::sleep(WRITE_EVERY);
+        }
+        Ok(())
+    }
+
+    /// Compares what a side shows with what the first so many writes made, and forgets the others.
+    fn compare(
+        &mut self,
+        side: Side<'_>,
+        group: usize,
+        told: SystemTime,
+    ) -> Result<Compared, Error> {
+        let mut shown = Vec::new();
+        for member in 0..MEMBERS {
+            let mut stream = side.connect(&name(group, member))?;
+            let length = VOLUME_BLOCKS as u32 * BLOCK_BYTES as u32;
+            let read = Request { command: nbd::READ, handle: 1, offset: 0, length };
+            nbd::ask(&mut stream, &read, &[])?;
+            let mut bytes = vec![0; length as usize];
+            stream.read_exact(&mut bytes).map_err(Error::io("read a volume"))?;
+            shown.push(bytes);
+        }
+        let blocks = shown.iter().enumerate().flat_map(|(member, bytes)| {
+            bytes.chunks(BLOCK_BYTES).zip(0u64..).map(move |(data, block)| ((member, block), data))
+        });
+        let id = |data: &[u8]| u64::from_le_bytes(data[..8].try_into().unwrap_or_default());
+        let newest = blocks.clone().map(|(_, data)| id(data)).max().unwrap_or_default();
+        let kept = self.records.iter().take_while(|record| record.id <= newest).count();
+        let lost = self.records.split_off(kept);
+        let mut last = BTreeMap::new();
+        for record in &self.records {
+            last.insert((record.member, record.block), record.id);
+        }
+        let is_wrong = |(at, data): &((usize, u64), &[u8])| match last.get(at) {
+            Some(id) => *data != content(*id),
+            None => data.iter().any(|byte| *byte != 0),
+        };
+        let is_untold = |record: &&Record| record.acknowledged.is_some_and(|at| at < told);
+        Ok(Compared {
+            wrong: blocks.filter(is_wrong).count() as u64,
+            untold: lost.iter().filter(is_untold).count() as u64,
+        })
+    }
+}
+
+pub(super) fn failovers(two: &Two<'_>, is_quick: bool) -> Result<Vec<Fact>, Error> {
+    let mut side = Side { two, is_second: false };
+    for group in 0..GROUPS {
+        let names: Vec<String> = (0..MEMBERS).map(|member| name(group, member)).collect();
+        for volume in &names {
+            let size = (VOLUME_BLOCKS * BLOCK_BYTES as u64).to_string();
+            side.command(&["volume", "create", volume, "--size", &size, "--replicas", "2"])?;
+        }
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        side.command(&[&["group", "create", &group_name(group)][..], &names].concat())?;
+        two.enable(&group_name(group), &[])?;
+    }
+    let mut histories: Vec<History> = (0..GROUPS).map(|_| History::default()).collect();
+    let (mut all, mut promotions) = (Compared::default(), Vec::new());
+    let mut random = 0x6661_696c;
+    let rounds = if is_quick { ROUNDS_QUICK } else { ROUNDS };
+    for round in 1..=rounds {
+        lose_while_writing(side, &mut histories, &mut random)?;
+        let other = side.other();
+        let told = silent(other)?;
+        let began = Instant::now();
+        for group in 0..GROUPS {
+            other.command(&["mirror", "promote", &group_name(group), "--force"])?;
+            if group + 1 == TIMED {
+                promotions.push(began.elapsed().as_secs_f64());
+            }
+        }
+        let mut found = Compared::default();
+        for (group, history) in histories.iter_mut().enumerate() {
+            let compared = history.compare(other, group, told[group])?;
+            found.wrong += compared.wrong;
+            found.untold += compared.untold;
+        }
+        eprintln!(
+            "failover {round} of {rounds}: {} blocks wrong, {} writes untold",
+            found.wrong, found.untold
+        );
+        all.wrong += found.wrong;
+        all.untold += found.untold;
+        come_back(side)?;
+        side = other;
+    }
+    Ok(vec![
+        Fact::of(FAILOVERS, "wrong", all.wrong as f64, "blocks", 0.0),
+        Fact::of(FAILOVERS, "untold", all.untold as f64, "writes lost", 0.0),
+        Fact::of(FAILOVERS, "promote", median(promotions), "s for ten volumes", 3.0),
+    ])
+}
+
+/// Clients write while processes of both sides are killed; then the side is lost.
+fn lose_while_writing(
+    side: Side<'_>,
+    histories: &mut [History],
+    random: &mut u64,
+) -> Result<(), Error> {
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let stop = &stop;
+        let writers: Vec<_> = histories
+            .iter_mut()
+            .enumerate()
+            .map(|(group, history)| scope.spawn(move || history.write(side, group, stop)))
+            .collect();
+        let end = Instant::now() + WRITES_FOR;
+        while Instant::now() < end {
+            std::thread::sleep(KILL_EVERY);
+            let draw = load::next(random) as usize;
+            let of = if draw % 2 == 0 { side } else { side.other() };
+            let pids = of.pids_of(KILLED[draw / 2 % KILLED.len()]);
+            if let Some(pid) = pids.get(draw / 16 % pids.len().max(1)) {
+                usage::end(&[*pid]);
+            }
+        }
+        let lost = side.lose();
+        stop.store(true, Ordering::Relaxed);
+        for writer in writers {
+            writer.join().map_err(|_| Error::Failed("a client panicked".to_owned()))??;
+        }
+        lost
+    })
+}
+
+/// Waits until the other side counts as silent for all groups; gives the time that is told of each.
+fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
+    let mut told = Vec::new();
+    for group in 0..GROUPS {
+        told.push(eventually("the other cluster is silent", || {
+            let asked = SystemTime::now();
+            let Ok(status) = side.status(group) else { return Ok(None) };
+            let is_silent = status["message"].as_str().is_some_and(|text| text.contains("silent"));
+            let lag = status["lagMs"].as_u64().filter(|_| is_silent);
+            Ok(lag.and_then(|lag_ms| asked.checked_sub(Duration::from_millis(lag_ms))))
+        })?);
+    }
+    Ok(told)
+}
+
+/// A side that was lost comes back, and follows as a copy.
+fn come_back(side: Side<'_>) -> Result<(), Error> {
+    side.find_again()?;
+    for group in 0..GROUPS {
+        let name = group_name(group);
+        for member in 0..MEMBERS {
+            // It was attached when the side was lost.
+            let volume = self::name(group, member);
+            eventually("a volume is detached", || {
+                Ok(side.command(&["volume", "detach", &volume]).ok())
+            })?;
+        }
+        eventually("both sides have met", || {
+            let Ok(status) = side.status(group) else { return Ok(None) };
+            let text = status["message"].as_str().unwrap_or_default().to_owned();
+            let has_met = text.contains("split brain") || status["role"] == "diverged";
+            Ok((has_met && side.command(&["mirror", "demote", &name]).is_ok()).then_some(()))
+        })?;
+        eventually("the lost side has diverged, or follows", || {
+            let Ok(status) = side.status(group) else { return Ok(None) };
+            if status["role"] == "diverged" {
+                let _ = side.command(&["mirror", "resync", &name, "--force"]);
+            }
+            Ok((status["role"] == "secondary").then_some(()))
+        })?;
+    }
+    let began = Instant::now();
+    for group in 0..GROUPS {
+        eventually("the lost side has a point of after it came back", || {
+            let Ok(status) = side.other().status(group) else { return Ok(None) };
+            let lag_ms = status["lagMs"].as_u64().map(u128::from);
+            Ok(lag_ms.filter(|lag_ms| *lag_ms < began.elapsed().as_millis()).map(drop))
+        })?;
+    }
+    Ok(())
+}
