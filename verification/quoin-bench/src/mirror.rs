@@ -29,11 +29,16 @@ pub const SHIPPING: &str = "mirror-shipping";
 pub const LAG: &str = "mirror-lag";
 pub const ROLES: &str = "mirror-roles";
 pub const IDLE: &str = "mirror-at-rest";
+pub const CUTS: &str = "mirror-cuts";
+pub const BEYOND: &str = "mirror-fed-beyond";
 
-const BYTES: u64 = 512 << 20;
+const BYTES: u64 = 1 << 30;
 const PIECE_BYTES: usize = 1 << 20;
 const BLOCK_BYTES: u64 = 4096;
 const PAIRS: usize = 5;
+/// Times that the link of a transfer is cut, and what it may send in a second meanwhile.
+const CUT_TIMES: u64 = 10;
+const CUT_LIMIT: &str = "64MiB";
 const MOVES: usize = 5;
 const MEMBERS: usize = 10;
 const GROUPS: usize = 10;
@@ -86,6 +91,22 @@ impl Two<'_> {
         })
     }
 
+    /// Processes of one of the clusters with this role.
+    fn pids_of(&self, role: &str, is_second: bool) -> Vec<u32> {
+        let peer = self.product.path("peer/").to_string_lossy().into_owned();
+        let is_of_it = |pid: &u32| {
+            usage::command_line(*pid).is_some_and(|line| line.contains(&peer) == is_second)
+        };
+        self.product.pids_of(role).into_iter().filter(is_of_it).collect()
+    }
+
+    /// Bytes that a copy has taken of the transfer under way; none while there is none.
+    fn taken_bytes(&self, of: &str) -> Result<Option<u64>, Error> {
+        let text = self.second(&["mirror", "status", of, "-o", "json"]).unwrap_or_default();
+        let status: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        Ok(status["transfer"]["doneBytes"].as_u64())
+    }
+
     /// Bytes that the mirror of the first cluster has sent.
     fn wire_bytes(&self) -> Result<u64, Error> {
         let text = self.product.metrics_of("mirror_http")?;
@@ -119,19 +140,24 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         true => |two, _| failovers::failovers(two, true),
         false => |two, _| failovers::failovers(two, false),
     };
-    let cases: [(&str, Case); 7] = [
+    let cases: [(&str, Case); 10] = [
         (FULL, full),
         (DELTA, delta),
         (SHIPPING, shipping),
         (LAG, lag),
         (ROLES, roles),
         (IDLE, idle),
+        (CUTS, cuts),
+        (BEYOND, |two, _| failovers::fed_beyond(two)),
+        (failovers::TAKE_OVER, |two, _| failovers::take_over(two)),
         (failovers::FAILOVERS, failovers),
     ];
     for (name, case) in cases {
         if options.wants(name) {
             eprintln!("measuring {name}");
-            let flags = ["--peer", "--pools", "2", "--pool-size", "6GiB"];
+            // A rebuild needs a pool beside those of its volume.
+            let pools = if name == LAG { "3" } else { "2" };
+            let flags = ["--peer", "--pools", pools, "--pool-size", "6GiB"];
             let product = Product::start_with(quoin, directory, &flags)?;
             let two = Two { product: &product };
             eventually("both clusters are peers", || {
@@ -350,7 +376,24 @@ fn lag(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
         two.first(&[&["group", "create", &group][..], &names].concat())?;
         two.enable(&group, &[])?;
     }
+    // Beside it a replica moves to another pool, and back, all the time.
+    let moved = written(two, "moved", 256 << 20)?;
+    drop(moved);
+    let events = || {
+        let text = two.first(&["events", "-o", "json"])?;
+        let all: serde_json::Value = serde_json::from_str(&text)
+            .map_err(|error| Error::Failed(format!("events: {error}")))?;
+        let is_of_mirrors = |event: &&serde_json::Value| {
+            let text = event.to_string();
+            text.contains("irror") || text.contains("napshot")
+        };
+        let all = all.as_array().cloned().unwrap_or_default();
+        Ok::<_, Error>(all.iter().filter(is_of_mirrors).count())
+    };
+    let written_bytes =
+        |pids: &[u32]| -> u64 { pids.iter().filter_map(|pid| usage::written_bytes(*pid)).sum() };
     let controllers = two.product.pids_of("controller");
+    let (events_before, bytes_before) = (events()?, written_bytes(&controllers));
     let before = usage::cpu(&controllers);
     let pattern = Pattern::Random;
     let load = Load { writes_percent: 100, pattern, block_bytes: 4096, depth: 1, time: LAG_FOR };
@@ -363,6 +406,13 @@ fn lag(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
         let end = Instant::now() + LAG_FOR;
         while Instant::now() < end {
             std::thread::sleep(Duration::from_secs(1));
+            let replicas = two.product.replicas("moved")?;
+            if let [one, _] = &replicas[..]
+                && replicas.iter().all(|replica| replica.phase == "InSync")
+            {
+                // A move that cannot begin yet is tried again.
+                let _ = two.first(&["replica", "move", "moved", &one.guid]);
+            }
             let text = two.first(&["mirror", "status", "-o", "json"])?;
             let all: serde_json::Value = serde_json::from_str(&text)
                 .map_err(|error| Error::Failed(format!("mirror status: {error}")))?;
@@ -377,7 +427,11 @@ fn lag(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
     lags.sort_unstable_by(f64::total_cmp);
     let cpu = usage::cpu(&controllers).saturating_sub(before).as_secs_f64();
     let share = cpu / LAG_FOR.as_secs_f64() / controllers.len().max(1) as f64 * 100.0;
+    let bytes = written_bytes(&controllers).saturating_sub(bytes_before) as f64;
+    let bytes_a_second = bytes / LAG_FOR.as_secs_f64() / controllers.len().max(1) as f64;
     Ok(vec![
+        Fact::of(LAG, "events", events()?.saturating_sub(events_before) as f64, "of mirrors", 0.0),
+        Fact::of(LAG, "records", bytes_a_second / 1e6, "MB/s a controller", 2.0),
         Fact::of(LAG, "p99", nearest_rank(&lags, 0.99) / 1e3, "s", 20.0),
         Fact::of(LAG, "most", lags.last().copied().unwrap_or_default() / 1e3, "s", 30.0),
         Fact::of(LAG, "controller", share, "% of a core", 5.0),
@@ -419,21 +473,56 @@ fn roles(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
 
 fn idle(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
     let _generator = written(two, "idle", 64 << 20)?;
+    let spent = || {
+        std::thread::sleep(Duration::from_secs(15));
+        let before = cpus(two.product);
+        std::thread::sleep(IDLE_FOR);
+        let after = cpus(two.product);
+        let percent = |(before, after): (&Duration, &Duration)| {
+            after.saturating_sub(*before).as_secs_f64() / IDLE_FOR.as_secs_f64() * 100.0
+        };
+        before.iter().zip(&after).map(percent).collect::<Vec<f64>>()
+    };
+    let alone = spent();
     two.enable("idle", &[])?;
+    let seen = || {
+        let status = two.status("idle")?;
+        Ok::<_, Error>((status["points"].clone(), status["lagMs"].as_f64().unwrap_or(f64::MAX)))
+    };
     std::thread::sleep(Duration::from_secs(15));
-    let points = || two.status("idle").map(|status| status["points"].clone());
-    let (before, wire, spent) = (points()?, two.wire_bytes()?, cpus(two.product));
-    std::thread::sleep(IDLE_FOR);
-    let after = cpus(two.product);
-    let most = spent.iter().zip(&after).map(|(before, after)| after.saturating_sub(*before));
-    let most = most.max().unwrap_or_default().as_secs_f64() / IDLE_FOR.as_secs_f64() * 100.0;
-    let is_same = before == points()?;
+    let ((points, _), wire) = (seen()?, two.wire_bytes()?);
+    let mirrored = spent();
+    let (points_after, lag_ms) = seen()?;
+    let added = mirrored.iter().zip(&alone).map(|(mirrored, alone)| mirrored - alone);
     let sent = two.wire_bytes()?.saturating_sub(wire);
+    let is_same = points == points_after;
     Ok(vec![
         Fact::of(IDLE, "points", if is_same { 0.0 } else { 1.0 }, "new", 0.0),
         Fact::of(IDLE, "wire", sent as f64, "bytes", 0.0),
-        Fact::of(IDLE, "cpu", most, "% of a core a process", 0.1),
+        Fact::of(IDLE, "lag", lag_ms / 1e3, "s", 20.0),
+        Fact::of(IDLE, "added-cpu", added.fold(0.0, f64::max), "% of a core a process", 0.1),
     ])
+}
+
+/// What is sent in all where the mirror of the other side is killed again and again.
+fn cuts(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
+    let _generator = written(two, "cut", BYTES)?;
+    let before = two.wire_bytes()?;
+    let enable = ["mirror", "enable", "cut", "--every", "10s", "--compression", "none"];
+    two.first(&[&enable[..], &["--bandwidth-limit", CUT_LIMIT]].concat())?;
+    for cut in 0..CUT_TIMES {
+        let at = BYTES / (CUT_TIMES + 1) * (cut + 1);
+        eventually("the transfer is so far", || {
+            Ok(two.taken_bytes("cut")?.filter(|taken| *taken >= at).map(drop))
+        })?;
+        usage::end(&two.pids_of("mirror", true));
+    }
+    eventually("all is on the other side", || {
+        let is_common = two.status("cut")?["points"][0]["is"] == "common";
+        Ok(is_common.then_some(()))
+    })?;
+    let sent = two.wire_bytes()?.saturating_sub(before);
+    Ok(vec![Fact::of(CUTS, "wire", sent as f64 / BYTES as f64, "× the content", 1.1)])
 }
 
 fn cpus(product: &Product) -> Vec<Duration> {

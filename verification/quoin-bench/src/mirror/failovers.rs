@@ -6,6 +6,7 @@
 //! that was told.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +19,7 @@ use crate::nbd::{self, Request};
 use crate::{Error, load, usage};
 
 pub const FAILOVERS: &str = "mirror-failovers";
+pub const TAKE_OVER: &str = "mirror-take-over";
 
 const GROUPS: usize = 10;
 const MEMBERS: usize = 5;
@@ -28,7 +30,8 @@ const BLOCK_BYTES: usize = 4096;
 const WRITES_FOR: Duration = Duration::from_secs(25);
 const WRITE_EVERY: Duration = Duration::from_millis(10);
 const KILL_EVERY: Duration = Duration::from_secs(3);
-/// Time for a target that was killed to serve again.
+const TRY_AGAIN: Duration = Duration::from_millis(100);
+/// Time for an answer: a target that was killed serves again within it.
 const SERVED_WITHIN: Duration = Duration::from_secs(60);
 /// Groups whose ten volumes make a measurement.
 const TIMED: usize = 2;
@@ -104,13 +107,7 @@ impl Side<'_> {
     }
 
     fn pids_of(self, role: &str) -> Vec<u32> {
-        let here = self.path("").to_string_lossy().into_owned();
-        let peer = self.two.product.path("peer/").to_string_lossy().into_owned();
-        let is_here = |pid: &u32| {
-            usage::command_line(*pid)
-                .is_some_and(|line| line.contains(&here) && line.contains(&peer) == self.is_second)
-        };
-        self.two.product.pids_of(role).into_iter().filter(is_here).collect()
+        self.two.pids_of(role, self.is_second)
     }
 
     /// Kills what a lost cluster has none of, until it is found again.
@@ -132,18 +129,17 @@ impl Side<'_> {
     }
 
     fn connect(self, volume: &str) -> Result<UnixStream, Error> {
-        let attached = eventually("the volume is attached", || {
-            Ok(self.command(&["volume", "attach", volume, "--nbd"]).ok())
-        })?;
-        let socket =
-            attached.split_once("socket=").and_then(|(_, rest)| rest.split_whitespace().next());
-        let socket = socket.ok_or_else(|| Error::Failed("no NBD address".to_owned()))?.to_owned();
-        eventually("the volume is served", || {
-            let Ok(mut stream) = UnixStream::connect(&socket) else { return Ok(None) };
-            let limit = Some(SERVED_WITHIN);
-            stream.set_read_timeout(limit).map_err(Error::io("prepare a connection"))?;
-            Ok(nbd::negotiate(&mut stream).ok().map(|_| stream))
-        })
+        eventually("the volume is served", || Ok(self.try_connect(volume)))
+    }
+
+    /// `None`: it is not served here now.
+    fn try_connect(self, volume: &str) -> Option<UnixStream> {
+        let attached = self.command(&["volume", "attach", volume, "--nbd"]).ok()?;
+        let (_, socket) = attached.split_once("socket=")?;
+        let mut stream = UnixStream::connect(socket.split_whitespace().next()?).ok()?;
+        stream.set_read_timeout(Some(SERVED_WITHIN)).ok()?;
+        nbd::negotiate(&mut stream).ok()?;
+        Some(stream)
     }
 }
 
@@ -157,7 +153,7 @@ impl History {
     }
 
     /// Writes until it is stopped. A write whose answer was lost is made again.
-    fn write(&mut self, side: Side<'_>, group: usize, stop: &AtomicBool) -> Result<(), Error> {
+    fn write(&mut self, side: Side<'_>, group: usize, stop: &AtomicBool) {
         let mut streams = BTreeMap::new();
         let mut random = self.last_id ^ (group as u64) << 32;
         while !stop.load(Ordering::Relaxed) {
@@ -166,13 +162,14 @@ impl History {
             let offset = block * BLOCK_BYTES as u64;
             let request = |command, length| Request { command, handle: 1, offset, length };
             while !stop.load(Ordering::Relaxed) {
-                let stream = match streams.get_mut(&member) {
-                    Some(stream) => stream,
-                    None => match side.connect(&name(group, member)) {
-                        Ok(stream) => streams.entry(member).or_insert(stream),
-                        // The cluster may have been lost meanwhile.
-                        Err(_) if stop.load(Ordering::Relaxed) => return Ok(()),
-                        Err(error) => return Err(error),
+                let stream = match streams.entry(member) {
+                    Entry::Occupied(held) => held.into_mut(),
+                    Entry::Vacant(place) => match side.try_connect(&name(group, member)) {
+                        Some(stream) => place.insert(stream),
+                        None => {
+                            std::thread::sleep(TRY_AGAIN);
+                            continue;
+                        }
                     },
                 };
                 match nbd::ask(stream, &request(nbd::WRITE, BLOCK_BYTES as u32), &data) {
@@ -187,7 +184,6 @@ impl History {
             }
             std::thread::sleep(WRITE_EVERY);
         }
-        Ok(())
     }
 
     /// Compares what a side shows with what the first so many writes made, and forgets the others.
@@ -230,18 +226,88 @@ impl History {
     }
 }
 
-pub(super) fn failovers(two: &Two<'_>, is_quick: bool) -> Result<Vec<Fact>, Error> {
-    let mut side = Side { two, is_second: false };
-    for group in 0..GROUPS {
+/// Makes groups on the first side, and has them mirrored.
+fn make_groups(two: &Two<'_>, groups: usize, flags: &[&str]) -> Result<(), Error> {
+    for group in 0..groups {
         let names: Vec<String> = (0..MEMBERS).map(|member| name(group, member)).collect();
         for volume in &names {
             let size = (VOLUME_BLOCKS * BLOCK_BYTES as u64).to_string();
-            side.command(&["volume", "create", volume, "--size", &size, "--replicas", "2"])?;
+            two.first(&["volume", "create", volume, "--size", &size, "--replicas", "2"])?;
         }
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        side.command(&[&["group", "create", &group_name(group)][..], &names].concat())?;
-        two.enable(&group_name(group), &[])?;
+        two.first(&[&["group", "create", &group_name(group)][..], &names].concat())?;
+        two.enable(&group_name(group), flags)?;
     }
+    Ok(())
+}
+
+/// A copy takes over from a live primary whose clients write.
+pub(super) fn take_over(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
+    make_groups(two, TIMED, &["--take-over"])?;
+    let (first, second) = (Side { two, is_second: false }, Side { two, is_second: true });
+    let mut histories: Vec<History> = (0..TIMED).map(|_| History::default()).collect();
+    let stop = AtomicBool::new(false);
+    let took = std::thread::scope(|scope| {
+        let stop = &stop;
+        let writers: Vec<_> = histories
+            .iter_mut()
+            .enumerate()
+            .map(|(group, history)| scope.spawn(move || history.write(first, group, stop)))
+            .collect();
+        std::thread::sleep(WRITES_FOR);
+        let began = Instant::now();
+        let groups = (0..TIMED).map(group_name);
+        let promoted =
+            groups.map(|group| two.second(&["mirror", "promote", &group, "--force"]).map(drop));
+        let promoted = promoted.collect::<Result<(), Error>>();
+        let took = began.elapsed().as_secs_f64();
+        stop.store(true, Ordering::Relaxed);
+        for writer in writers {
+            writer.join().map_err(|_| Error::Failed("a client panicked".to_owned()))?;
+        }
+        promoted.map(|()| took)
+    })?;
+    let mut lost = Compared::default();
+    for (group, history) in histories.iter_mut().enumerate() {
+        let compared = history.compare(second, group, SystemTime::now())?;
+        lost.wrong += compared.wrong;
+        lost.untold += compared.untold;
+    }
+    Ok(vec![
+        Fact::of(TAKE_OVER, "took", took, "s for ten volumes", 5.0),
+        Fact::of(TAKE_OVER, "wrong", lost.wrong as f64, "blocks", 0.0),
+        Fact::of(TAKE_OVER, "lost", lost.untold as f64, "acknowledged writes", 0.0),
+    ])
+}
+
+/// A promotion where nearly all of a transfer was fed beyond the point that it shows.
+pub(super) fn fed_beyond(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
+    let socket = two.product.volume_with("beyond", crate::Class::Cache, super::BYTES, 2)?;
+    let limit = ["--bandwidth-limit", "128MiB", "--compression", "none"];
+    two.enable("beyond", &limit)?;
+    let mut generator = load::Generator::connect(&socket)?;
+    generator.fill(1 << 20)?;
+    let nearly_all = super::BYTES - (super::BYTES >> 3);
+    eventually("nearly all is fed", || {
+        Ok(two.taken_bytes("beyond")?.filter(|taken| *taken >= nearly_all).map(drop))
+    })?;
+    let (first, second) = (Side { two, is_second: false }, Side { two, is_second: true });
+    first.lose()?;
+    drop(generator);
+    eventually("the other cluster is silent", || {
+        let text = two.second(&["mirror", "status", "beyond"]).unwrap_or_default();
+        Ok(text.contains("silent").then_some(()))
+    })?;
+    let began = Instant::now();
+    second.command(&["mirror", "promote", "beyond", "--force"])?;
+    let took = began.elapsed().as_secs_f64();
+    first.find_again()?;
+    Ok(vec![Fact::of(super::BEYOND, "promote", took, "s", 5.0)])
+}
+
+pub(super) fn failovers(two: &Two<'_>, is_quick: bool) -> Result<Vec<Fact>, Error> {
+    let mut side = Side { two, is_second: false };
+    make_groups(two, GROUPS, &[])?;
     let mut histories: Vec<History> = (0..GROUPS).map(|_| History::default()).collect();
     let (mut all, mut promotions) = (Compared::default(), Vec::new());
     let mut random = 0x6661_696c;
@@ -306,7 +372,7 @@ fn lose_while_writing(
         let lost = side.lose();
         stop.store(true, Ordering::Relaxed);
         for writer in writers {
-            writer.join().map_err(|_| Error::Failed("a client panicked".to_owned()))??;
+            writer.join().map_err(|_| Error::Failed("a client panicked".to_owned()))?;
         }
         lost
     })
