@@ -52,6 +52,7 @@ const WITHIN: Duration = Duration::from_secs(120);
 /// Two clusters that are peers.
 struct Two<'a> {
     product: &'a Product,
+    failovers: u32,
 }
 
 impl Two<'_> {
@@ -136,10 +137,6 @@ fn eventually<T>(
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     let mut facts = Vec::new();
     type Case = fn(&Two<'_>, &Path) -> Result<Vec<Fact>, Error>;
-    let failovers: Case = match options.quick {
-        true => |two, _| failovers::failovers(two, true),
-        false => |two, _| failovers::failovers(two, false),
-    };
     let cases: [(&str, Case); 10] = [
         (FULL, full),
         (DELTA, delta),
@@ -150,7 +147,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         (CUTS, cuts),
         (BEYOND, |two, _| failovers::fed_beyond(two)),
         (failovers::TAKE_OVER, |two, _| failovers::take_over(two)),
-        (failovers::FAILOVERS, failovers),
+        (failovers::FAILOVERS, |two, _| failovers::failovers(two)),
     ];
     for (name, case) in cases {
         if options.wants(name) {
@@ -159,7 +156,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             let pools = if name == LAG { "3" } else { "2" };
             let flags = ["--peer", "--pools", pools, "--pool-size", "6GiB"];
             let product = Product::start_with(quoin, directory, &flags)?;
-            let two = Two { product: &product };
+            let two = Two { product: &product, failovers: options.further.failovers };
             eventually("both clusters are peers", || {
                 let heard = |text: String| text.contains("\"heardMs\"").then_some(());
                 let first = two.first(&["mirror", "peers", "-o", "json"]).ok().and_then(heard);

@@ -23,8 +23,6 @@ pub const TAKE_OVER: &str = "mirror-take-over";
 
 const GROUPS: usize = 10;
 const MEMBERS: usize = 5;
-const ROUNDS: usize = 20;
-const ROUNDS_QUICK: usize = 2;
 const VOLUME_BLOCKS: u64 = 2048;
 const BLOCK_BYTES: usize = 4096;
 const WRITES_FOR: Duration = Duration::from_secs(25);
@@ -305,13 +303,13 @@ pub(super) fn fed_beyond(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     Ok(vec![Fact::of(super::BEYOND, "promote", took, "s", 5.0)])
 }
 
-pub(super) fn failovers(two: &Two<'_>, is_quick: bool) -> Result<Vec<Fact>, Error> {
+pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     let mut side = Side { two, is_second: false };
     make_groups(two, GROUPS, &[])?;
     let mut histories: Vec<History> = (0..GROUPS).map(|_| History::default()).collect();
     let (mut all, mut promotions) = (Compared::default(), Vec::new());
     let mut random = 0x6661_696c;
-    let rounds = if is_quick { ROUNDS_QUICK } else { ROUNDS };
+    let rounds = two.failovers;
     for round in 1..=rounds {
         lose_while_writing(side, &mut histories, &mut random)?;
         let other = side.other();
