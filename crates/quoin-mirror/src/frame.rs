@@ -49,9 +49,6 @@ pub enum FrameError {
     Io(#[from] std::io::Error),
 }
 
-/// Bytes behind the length of most frames, at most.
-const USUAL_BYTES: usize = 160 << 10;
-
 /// Kinds of frames.
 pub mod kind {
     pub const HELLO: u8 = 1;
@@ -71,8 +68,7 @@ pub struct Raw {
 }
 
 impl Raw {
-    /// Reads the next frame, of `limit` bytes behind its length at most. It takes memory for what has come, and
-    /// at first for a frame of usual length.
+    /// Reads the next frame, of `limit` bytes behind its length at most. It takes memory for what has come.
     pub async fn read(
         stream: &mut (impl AsyncRead + Unpin),
         limit: usize,
@@ -81,7 +77,7 @@ impl Raw {
         if length > limit {
             return Err(FrameError::TooLong { length, limit });
         }
-        let mut bytes = Vec::with_capacity(length.min(USUAL_BYTES));
+        let mut bytes = Vec::new();
         stream.take(length as u64).read_to_end(&mut bytes).await?;
         if bytes.len() < length {
             return Err(FrameError::Io(std::io::ErrorKind::UnexpectedEof.into()));

@@ -15,7 +15,7 @@
 //! Frames have the header and the limits of [`crate::frame`], and the socket is one of the host, for its owner
 //! alone: nothing is sealed.
 
-use std::io::{IoSlice, Read, Write};
+use std::io::{Read, Write};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_types::codec::{Reader, Writer};
@@ -324,11 +324,9 @@ impl Message {
         let mut frame = FrameBuffer::default();
         self.encode(&mut frame)?;
         let failed = |source| WireError::Io { operation: "write to the stream", source };
-        // Blocks are not copied on their way to a socket.
-        let mut parts = Vec::with_capacity(1 + frame.data.len());
-        parts.push(IoSlice::new(&frame.head));
-        parts.extend(frame.data.iter().map(|block| IoSlice::new(block)));
-        write_all(stream, &mut parts).map_err(failed)
+        let mut bytes = frame.head.to_vec();
+        frame.data.iter().for_each(|block| bytes.extend_from_slice(block));
+        stream.write_all(&bytes).map_err(failed)
     }
 
     /// Reads the next frame; `None`: the other side ended the stream between two frames. It takes memory for
@@ -353,27 +351,11 @@ impl Message {
             }
         }
         let header = Header::decode(&begin, &Limits::SESSION)?;
-        let mut frame = Vec::with_capacity(header.frame_len());
-        frame.extend_from_slice(&begin);
-        let left = (header.frame_len() - HEADER_LEN) as u64;
-        stream.by_ref().take(left).read_to_end(&mut frame).map_err(failed)?;
-        if frame.len() < header.frame_len() {
-            return Err(WireError::Closed);
-        }
-        Self::decode(&header, frame.into()).map(Some)
+        let mut frame = BytesMut::zeroed(header.frame_len());
+        frame[..HEADER_LEN].copy_from_slice(&begin);
+        stream.read_exact(&mut frame[HEADER_LEN..]).map_err(failed)?;
+        Self::decode(&header, frame.freeze()).map(Some)
     }
-}
-
-fn write_all(stream: &mut impl Write, mut parts: &mut [IoSlice<'_>]) -> std::io::Result<()> {
-    while !parts.is_empty() {
-        match stream.write_vectored(parts) {
-            Ok(0) => return Err(std::io::ErrorKind::WriteZero.into()),
-            Ok(written) => IoSlice::advance_slices(&mut parts, written),
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }
 
 fn part(head: &mut Reader, data: &mut Bytes) -> Result<Part, WireError> {

@@ -40,14 +40,9 @@ pub async fn read(stream: &mut (impl AsyncRead + Unpin)) -> Result<Message, Fail
         let mut begin = [0; HEADER_LEN];
         stream.read_exact(&mut begin).await.map_err(failed)?;
         let header = Header::decode(&begin, &Limits::SESSION)?;
-        let mut frame = BytesMut::with_capacity(header.frame_len());
-        frame.extend_from_slice(&begin);
-        while frame.len() < header.frame_len() {
-            let left = (header.frame_len() - frame.len()) as u64;
-            if (&mut *stream).take(left).read_buf(&mut frame).await.map_err(failed)? == 0 {
-                return Err(WireError::Closed);
-            }
-        }
+        let mut frame = BytesMut::zeroed(header.frame_len());
+        frame[..HEADER_LEN].copy_from_slice(&begin);
+        stream.read_exact(&mut frame[HEADER_LEN..]).await.map_err(failed)?;
         Message::decode(&header, frame.freeze())
     };
     match timeout(SILENT_MAX, whole).await {

@@ -32,8 +32,6 @@ pub enum Unpacked {
     Length,
     #[error("a frame that has no slots")]
     NoSlots,
-    #[error("the thread that unpacks slots ended")]
-    Ended,
 }
 
 /// Choice of the frames that are compressed.
@@ -48,21 +46,15 @@ impl Packer {
         self.dry < DRY_MAX || self.dry.is_multiple_of(DRY_EVERY)
     }
 
-    /// Packs slots, on a thread for that where they are compressed.
+    /// Packs slots on a thread for that.
     ///
     /// # Errors
     /// They are longer than a frame.
     pub async fn pack(&mut self, slots: Slots, may_compress: bool) -> Result<Packed, WireError> {
         let tries = may_compress && self.is_worth_a_try();
-        let packed = match tries {
-            true => {
-                let packed = tokio::task::spawn_blocking(move || pack(slots, true)).await;
-                let ended = |_| WireError::Malformed("slots: the thread that packs them ended");
-                packed.map_err(ended)??
-            }
-            // A thread costs more than the copy.
-            false => pack(slots, false)?,
-        };
+        let packed = tokio::task::spawn_blocking(move || pack(slots, tries)).await;
+        let ended = |_| WireError::Malformed("slots: the thread that packs them ended");
+        let packed = packed.map_err(ended)??;
         self.dry = if packed.is_zstd { 0 } else { self.dry.saturating_add(1) };
         Ok(packed)
     }
@@ -86,25 +78,11 @@ fn pack(slots: Slots, tries: bool) -> Result<Packed, WireError> {
     Ok(Packed { is_zstd: false, raw_length, bytes: raw.into() })
 }
 
-/// Unpacks slots, on a thread for that where they are compressed.
-///
-/// # Errors
-/// As [`unpack`].
-pub async fn unpack_slots(packed: Packed) -> Result<(Bytes, Slots), Unpacked> {
-    match packed.is_zstd {
-        true => {
-            let unpacked = tokio::task::spawn_blocking(move || unpack(packed)).await;
-            unpacked.map_err(|_| Unpacked::Ended)?
-        }
-        false => unpack(packed),
-    }
-}
-
 /// The frame of a history socket, as it was packed, and the slots in it.
 ///
 /// # Errors
 /// It has none, or more than was said.
-fn unpack(packed: Packed) -> Result<(Bytes, Slots), Unpacked> {
+pub fn unpack(packed: Packed) -> Result<(Bytes, Slots), Unpacked> {
     let length = packed.raw_length as usize;
     if length > SLOTS_BYTES_MAX {
         return Err(Unpacked::Length);

@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::frame::{Begin, Frame};
-use super::pack::unpack_slots;
+use super::pack::unpack;
 use super::{BEGUN_WITHIN, IN_FLIGHT_MAX, SILENT_MAX, history};
 
 /// Time for the other side to read the reason that ended a stream.
@@ -145,9 +145,11 @@ async fn pass(
         (hooks.heard)();
         let Ok(place) = window.acquire().await else { return End::Lost("it ended".to_owned()) };
         place.forget();
-        let (raw, slots) = match unpack_slots(packed).await {
-            Ok(unpacked) => unpacked,
-            Err(error) => return End::Refused(error.to_string()),
+        let unpacked = tokio::task::spawn_blocking(move || unpack(packed)).await;
+        let (raw, slots) = match unpacked {
+            Ok(Ok(unpacked)) => unpacked,
+            Ok(Err(error)) => return End::Refused(error.to_string()),
+            Err(error) => return End::Refused(format!("the slots cannot be unpacked: {error}")),
         };
         if let Err(failed) = history::write(target, &raw).await {
             return End::Refused(format!("the target takes nothing: {failed}"));
