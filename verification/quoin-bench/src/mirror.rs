@@ -501,7 +501,7 @@ fn idle(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
     ])
 }
 
-/// What is sent in all where the mirror of the other side is killed again and again.
+/// Bytes that are sent in all where the mirror of the other side is killed again and again.
 fn cuts(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
     let _generator = written(two, "cut", BYTES)?;
     let before = two.wire_bytes()?;

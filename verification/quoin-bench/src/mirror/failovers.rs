@@ -361,7 +361,7 @@ fn lose_while_writing(
         while Instant::now() < end {
             std::thread::sleep(KILL_EVERY);
             let draw = load::next(random) as usize;
-            let of = if draw % 2 == 0 { side } else { side.other() };
+            let of = if draw.is_multiple_of(2) { side } else { side.other() };
             let pids = of.pids_of(KILLED[draw / 2 % KILLED.len()]);
             if let Some(pid) = pids.get(draw / 16 % pids.len().max(1)) {
                 usage::end(&[*pid]);
