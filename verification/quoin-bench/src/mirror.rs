@@ -32,7 +32,9 @@ pub const IDLE: &str = "mirror-at-rest";
 pub const CUTS: &str = "mirror-cuts";
 pub const BEYOND: &str = "mirror-fed-beyond";
 
-const BYTES: u64 = 1 << 30;
+const BYTES: u64 = 512 << 20;
+/// Size of a volume whose transfer is to take a while.
+const LONG_BYTES: u64 = 1 << 30;
 const PIECE_BYTES: usize = 1 << 20;
 const BLOCK_BYTES: u64 = 4096;
 const PAIRS: usize = 5;
@@ -64,8 +66,16 @@ impl Two<'_> {
         self.product.command_of("peer", arguments)
     }
 
+    fn on(&self, is_second: bool, arguments: &[&str]) -> Result<String, Error> {
+        if is_second { self.second(arguments) } else { self.first(arguments) }
+    }
+
     fn status(&self, of: &str) -> Result<serde_json::Value, Error> {
-        let text = self.first(&["mirror", "status", of, "-o", "json"])?;
+        self.status_on(false, of)
+    }
+
+    fn status_on(&self, is_second: bool, of: &str) -> Result<serde_json::Value, Error> {
+        let text = self.on(is_second, &["mirror", "status", of, "-o", "json"])?;
         serde_json::from_str(&text)
             .map_err(|error| Error::Failed(format!("mirror status: {error}")))
     }
@@ -101,11 +111,9 @@ impl Two<'_> {
         self.product.pids_of(role).into_iter().filter(is_of_it).collect()
     }
 
-    /// Bytes that a copy has taken of the transfer under way; none while there is none.
-    fn taken_bytes(&self, of: &str) -> Result<Option<u64>, Error> {
-        let text = self.second(&["mirror", "status", of, "-o", "json"]).unwrap_or_default();
-        let status: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
-        Ok(status["transfer"]["doneBytes"].as_u64())
+    /// Bytes that a copy has taken of the transfer under way; `None`: no transfer, or no copy yet.
+    fn taken_bytes(&self, of: &str) -> Option<u64> {
+        self.status_on(true, of).ok()?["transfer"]["doneBytes"].as_u64()
     }
 
     /// Bytes that the mirror of the first cluster has sent.
@@ -373,7 +381,7 @@ fn lag(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
         two.first(&[&["group", "create", &group][..], &names].concat())?;
         two.enable(&group, &[])?;
     }
-    // Beside it a replica moves to another pool, and back, all the time.
+    // Replicas of another volume move to other pools all the time.
     let moved = written(two, "moved", 256 << 20)?;
     drop(moved);
     let events = || {
@@ -490,6 +498,7 @@ fn idle(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
     let ((points, _), wire) = (seen()?, two.wire_bytes()?);
     let mirrored = spent();
     let (points_after, lag_ms) = seen()?;
+    let most = mirrored.iter().copied().fold(0.0, f64::max);
     let added = mirrored.iter().zip(&alone).map(|(mirrored, alone)| mirrored - alone);
     let sent = two.wire_bytes()?.saturating_sub(wire);
     let is_same = points == points_after;
@@ -497,29 +506,34 @@ fn idle(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
         Fact::of(IDLE, "points", if is_same { 0.0 } else { 1.0 }, "new", 0.0),
         Fact::of(IDLE, "wire", sent as f64, "bytes", 0.0),
         Fact::of(IDLE, "lag", lag_ms / 1e3, "s", 20.0),
+        Fact::of(IDLE, "cpu", most, "% of a core a process", 0.1),
         Fact::of(IDLE, "added-cpu", added.fold(0.0, f64::max), "% of a core a process", 0.1),
     ])
 }
 
 /// Bytes that are sent in all where the mirror of the other side is killed again and again.
 fn cuts(two: &Two<'_>, _: &Path) -> Result<Vec<Fact>, Error> {
-    let _generator = written(two, "cut", BYTES)?;
+    let _generator = written(two, "cut", LONG_BYTES)?;
     let before = two.wire_bytes()?;
     let enable = ["mirror", "enable", "cut", "--every", "10s", "--compression", "none"];
     two.first(&[&enable[..], &["--bandwidth-limit", CUT_LIMIT]].concat())?;
     for cut in 0..CUT_TIMES {
-        let at = BYTES / (CUT_TIMES + 1) * (cut + 1);
+        let at = LONG_BYTES / (CUT_TIMES + 1) * (cut + 1);
         eventually("the transfer is so far", || {
-            Ok(two.taken_bytes("cut")?.filter(|taken| *taken >= at).map(drop))
+            Ok(two.taken_bytes("cut").filter(|taken| *taken >= at).map(drop))
         })?;
-        usage::end(&two.pids_of("mirror", true));
+        let mirrors = two.pids_of("mirror", true);
+        if mirrors.is_empty() {
+            return Err(Error::Failed("the other cluster has no mirror to kill".to_owned()));
+        }
+        usage::end(&mirrors);
     }
     eventually("all is on the other side", || {
         let is_common = two.status("cut")?["points"][0]["is"] == "common";
         Ok(is_common.then_some(()))
     })?;
     let sent = two.wire_bytes()?.saturating_sub(before);
-    Ok(vec![Fact::of(CUTS, "wire", sent as f64 / BYTES as f64, "× the content", 1.1)])
+    Ok(vec![Fact::of(CUTS, "wire", sent as f64 / LONG_BYTES as f64, "× the content", 1.1)])
 }
 
 fn cpus(product: &Product) -> Vec<Duration> {

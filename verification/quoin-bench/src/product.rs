@@ -269,7 +269,12 @@ impl Product {
     }
 
     fn hold(&self, name: &str) -> Result<Away, Error> {
-        let hold = self.dir.join(format!("data/run/hold-{name}"));
+        self.hold_below("", name)
+    }
+
+    /// Keeps a process of the cluster in a directory of this one from being restarted; empty: of this one.
+    pub fn hold_below(&self, cluster: &str, name: &str) -> Result<Away, Error> {
+        let hold = self.path(cluster).join(format!("run/hold-{name}"));
         std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
         Ok(Away { hold })
     }
@@ -311,7 +316,7 @@ impl Product {
     }
 }
 
-/// A pool that is not running.
+/// A process that is not running.
 pub struct Away {
     hold: PathBuf,
 }

@@ -292,7 +292,7 @@ impl Mirrors {
     /// Changes the role of this side, pauses, or ends the mirror. Returns whether a copy is ready.
     ///
     /// # Errors
-    /// The brain refuses the call; [`Error::Busy`]: the change goes on, ask again.
+    /// Refusal of the brain; [`Error::Busy`] where the change goes on, and the call is to be made again.
     pub async fn change(
         &self,
         asked: &api::CallMirrorRequest,

@@ -16,6 +16,7 @@ use super::{Two, eventually};
 use crate::compare::median;
 use crate::further::Fact;
 use crate::nbd::{self, Request};
+use crate::product::Away;
 use crate::{Error, load, usage};
 
 pub const FAILOVERS: &str = "mirror-failovers";
@@ -88,42 +89,24 @@ impl Side<'_> {
     }
 
     fn command(self, arguments: &[&str]) -> Result<String, Error> {
-        match self.is_second {
-            true => self.two.second(arguments),
-            false => self.two.first(arguments),
-        }
+        self.two.on(self.is_second, arguments)
     }
 
     fn status(self, group: usize) -> Result<serde_json::Value, Error> {
-        let text = self.command(&["mirror", "status", &group_name(group), "-o", "json"])?;
-        serde_json::from_str(&text).map_err(|error| Error::Failed(format!("status: {error}")))
-    }
-
-    fn path(self, below: &str) -> std::path::PathBuf {
-        let product = self.two.product;
-        product.path(&if self.is_second { format!("peer/{below}") } else { below.to_owned() })
+        self.two.status_on(self.is_second, &group_name(group))
     }
 
     fn pids_of(self, role: &str) -> Vec<u32> {
         self.two.pids_of(role, self.is_second)
     }
 
-    /// Kills what a lost cluster has none of, until it is found again.
-    fn lose(self) -> Result<(), Error> {
-        for role in LOST {
-            let hold = self.path(&format!("run/hold-{role}"));
-            std::fs::write(&hold, "").map_err(Error::io("hold a process"))?;
-        }
+    /// Kills the processes without which a cluster is lost; they stay away until they are given back.
+    fn lose(self) -> Result<Vec<Away>, Error> {
+        let cluster = if self.is_second { "peer" } else { "" };
+        let hold = |role: &&str| self.two.product.hold_below(cluster, role);
+        let away = LOST.iter().map(hold).collect();
         LOST.iter().for_each(|role| usage::end(&self.pids_of(role)));
-        Ok(())
-    }
-
-    fn find_again(self) -> Result<(), Error> {
-        for role in LOST {
-            let hold = self.path(&format!("run/hold-{role}"));
-            std::fs::remove_file(&hold).map_err(Error::io("release a process"))?;
-        }
-        Ok(())
+        away
     }
 
     fn connect(self, volume: &str) -> Result<UnixStream, Error> {
@@ -239,38 +222,68 @@ fn make_groups(two: &Two<'_>, groups: usize, flags: &[&str]) -> Result<(), Error
     Ok(())
 }
 
+/// Has a client write to each group while `during` runs.
+///
+/// # Errors
+/// Those of `during`, and a group of which nothing was acknowledged.
+fn while_writing<T>(
+    side: Side<'_>,
+    histories: &mut [History],
+    during: impl FnOnce() -> Result<T, Error>,
+) -> Result<T, Error> {
+    let stop = AtomicBool::new(false);
+    let before: Vec<u64> = histories.iter().map(|history| history.last_id).collect();
+    let outcome = std::thread::scope(|scope| {
+        let stop = &stop;
+        let write = |(group, history): (usize, &mut History)| history.write(side, group, stop);
+        let clients = histories.iter_mut().enumerate();
+        let clients: Vec<_> = clients.map(|client| scope.spawn(move || write(client))).collect();
+        let outcome = during();
+        stop.store(true, Ordering::Relaxed);
+        for client in clients {
+            client.join().map_err(|_| Error::Failed("a client panicked".to_owned()))?;
+        }
+        outcome
+    })?;
+    let has_written = |(history, before): (&History, u64)| {
+        history.records.iter().any(|record| record.id > before && record.acknowledged.is_some())
+    };
+    match histories.iter().zip(before).all(has_written) {
+        true => Ok(outcome),
+        false => Err(Error::Failed("no write of a group was acknowledged".to_owned())),
+    }
+}
+
+/// Compares all groups. `told`: the time before which each has everything.
+fn compare_all(
+    side: Side<'_>,
+    histories: &mut [History],
+    told: impl Fn(usize) -> SystemTime,
+) -> Result<Compared, Error> {
+    let mut all = Compared::default();
+    for (group, history) in histories.iter_mut().enumerate() {
+        let compared = history.compare(side, group, told(group))?;
+        all.wrong += compared.wrong;
+        all.untold += compared.untold;
+    }
+    Ok(all)
+}
+
 /// A copy takes over from a live primary whose clients write.
 pub(super) fn take_over(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     make_groups(two, TIMED, &["--take-over"])?;
     let (first, second) = (Side { two, is_second: false }, Side { two, is_second: true });
     let mut histories: Vec<History> = (0..TIMED).map(|_| History::default()).collect();
-    let stop = AtomicBool::new(false);
-    let took = std::thread::scope(|scope| {
-        let stop = &stop;
-        let writers: Vec<_> = histories
-            .iter_mut()
-            .enumerate()
-            .map(|(group, history)| scope.spawn(move || history.write(first, group, stop)))
-            .collect();
+    let took = while_writing(first, &mut histories, || {
         std::thread::sleep(WRITES_FOR);
         let began = Instant::now();
-        let groups = (0..TIMED).map(group_name);
-        let promoted =
-            groups.map(|group| two.second(&["mirror", "promote", &group, "--force"]).map(drop));
-        let promoted = promoted.collect::<Result<(), Error>>();
-        let took = began.elapsed().as_secs_f64();
-        stop.store(true, Ordering::Relaxed);
-        for writer in writers {
-            writer.join().map_err(|_| Error::Failed("a client panicked".to_owned()))?;
+        for group in 0..TIMED {
+            second.command(&["mirror", "promote", &group_name(group), "--force"])?;
         }
-        promoted.map(|()| took)
+        Ok(began.elapsed().as_secs_f64())
     })?;
-    let mut lost = Compared::default();
-    for (group, history) in histories.iter_mut().enumerate() {
-        let compared = history.compare(second, group, SystemTime::now())?;
-        lost.wrong += compared.wrong;
-        lost.untold += compared.untold;
-    }
+    let now = SystemTime::now();
+    let lost = compare_all(second, &mut histories, |_| now)?;
     Ok(vec![
         Fact::of(TAKE_OVER, "took", took, "s for ten volumes", 5.0),
         Fact::of(TAKE_OVER, "wrong", lost.wrong as f64, "blocks", 0.0),
@@ -280,17 +293,17 @@ pub(super) fn take_over(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
 
 /// A promotion where nearly all of a transfer was fed beyond the point that it shows.
 pub(super) fn fed_beyond(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
-    let socket = two.product.volume_with("beyond", crate::Class::Cache, super::BYTES, 2)?;
+    let socket = two.product.volume_with("beyond", crate::Class::Cache, super::LONG_BYTES, 2)?;
     let limit = ["--bandwidth-limit", "128MiB", "--compression", "none"];
     two.enable("beyond", &limit)?;
     let mut generator = load::Generator::connect(&socket)?;
     generator.fill(1 << 20)?;
-    let nearly_all = super::BYTES - (super::BYTES >> 3);
+    let nearly_all = super::LONG_BYTES - (super::LONG_BYTES >> 3);
     eventually("nearly all is fed", || {
-        Ok(two.taken_bytes("beyond")?.filter(|taken| *taken >= nearly_all).map(drop))
+        Ok(two.taken_bytes("beyond").filter(|taken| *taken >= nearly_all).map(drop))
     })?;
     let (first, second) = (Side { two, is_second: false }, Side { two, is_second: true });
-    first.lose()?;
+    let away = first.lose()?;
     drop(generator);
     eventually("the other cluster is silent", || {
         let text = two.second(&["mirror", "status", "beyond"]).unwrap_or_default();
@@ -299,7 +312,7 @@ pub(super) fn fed_beyond(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     let began = Instant::now();
     second.command(&["mirror", "promote", "beyond", "--force"])?;
     let took = began.elapsed().as_secs_f64();
-    first.find_again()?;
+    away.into_iter().try_for_each(Away::give_back)?;
     Ok(vec![Fact::of(super::BEYOND, "promote", took, "s", 5.0)])
 }
 
@@ -311,7 +324,7 @@ pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     let mut random = 0x6661_696c;
     let rounds = two.failovers;
     for round in 1..=rounds {
-        lose_while_writing(side, &mut histories, &mut random)?;
+        let away = while_writing(side, &mut histories, || lose_after_kills(side, &mut random))?;
         let other = side.other();
         let told = silent(other)?;
         let began = Instant::now();
@@ -321,18 +334,14 @@ pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
                 promotions.push(began.elapsed().as_secs_f64());
             }
         }
-        let mut found = Compared::default();
-        for (group, history) in histories.iter_mut().enumerate() {
-            let compared = history.compare(other, group, told[group])?;
-            found.wrong += compared.wrong;
-            found.untold += compared.untold;
-        }
+        let found = compare_all(other, &mut histories, |group| told[group])?;
         eprintln!(
             "failover {round} of {rounds}: {} blocks wrong, {} writes untold",
             found.wrong, found.untold
         );
         all.wrong += found.wrong;
         all.untold += found.untold;
+        away.into_iter().try_for_each(Away::give_back)?;
         come_back(side)?;
         side = other;
     }
@@ -343,40 +352,22 @@ pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     ])
 }
 
-/// Clients write while processes of both sides are killed; then the side is lost.
-fn lose_while_writing(
-    side: Side<'_>,
-    histories: &mut [History],
-    random: &mut u64,
-) -> Result<(), Error> {
-    let stop = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let stop = &stop;
-        let writers: Vec<_> = histories
-            .iter_mut()
-            .enumerate()
-            .map(|(group, history)| scope.spawn(move || history.write(side, group, stop)))
-            .collect();
-        let end = Instant::now() + WRITES_FOR;
-        while Instant::now() < end {
-            std::thread::sleep(KILL_EVERY);
-            let draw = load::next(random) as usize;
-            let of = if draw.is_multiple_of(2) { side } else { side.other() };
-            let pids = of.pids_of(KILLED[draw / 2 % KILLED.len()]);
-            if let Some(pid) = pids.get(draw / 16 % pids.len().max(1)) {
-                usage::end(&[*pid]);
-            }
+/// Kills processes of both sides for a while, and then the side.
+fn lose_after_kills(side: Side<'_>, random: &mut u64) -> Result<Vec<Away>, Error> {
+    let end = Instant::now() + WRITES_FOR;
+    while Instant::now() < end {
+        std::thread::sleep(KILL_EVERY);
+        let draw = load::next(random) as usize;
+        let of = if draw.is_multiple_of(2) { side } else { side.other() };
+        let pids = of.pids_of(KILLED[draw / 2 % KILLED.len()]);
+        if let Some(pid) = pids.get(draw / 16 % pids.len().max(1)) {
+            usage::end(&[*pid]);
         }
-        let lost = side.lose();
-        stop.store(true, Ordering::Relaxed);
-        for writer in writers {
-            writer.join().map_err(|_| Error::Failed("a client panicked".to_owned()))?;
-        }
-        lost
-    })
+    }
+    side.lose()
 }
 
-/// Waits until the other side counts as silent for all groups; gives the time that is told of each.
+/// The time that is told of each group, once the other side counts as silent for it.
 fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
     let mut told = Vec::new();
     for group in 0..GROUPS {
@@ -393,7 +384,6 @@ fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
 
 /// A side that was lost comes back, and follows as a copy.
 fn come_back(side: Side<'_>) -> Result<(), Error> {
-    side.find_again()?;
     for group in 0..GROUPS {
         let name = group_name(group);
         for member in 0..MEMBERS {
