@@ -198,6 +198,26 @@ async fn a_point_comes_to_the_mirror_beside_the_target_of_its_copy() {
 }
 
 #[tokio::test]
+async fn a_copy_whose_target_ends_before_the_point_is_cut_is_sent_again() {
+    let (east, west) = (Cluster::create(), Cluster::create());
+    let (mut sender, mut taker) = (east.mirror("e1").await, west.mirror("w1").await);
+    let copy = Arc::new(Copy::default());
+    sender.reads();
+    taker.takes(&copy);
+    let of_east = of(east.introduction(&[&sender]));
+    obey(&taker.shared, MirrorAssignment { takes: vec![take(&east)], ..of_east });
+    let of_west = of(west.introduction(&[&taker]));
+    obey(&sender.shared, MirrorAssignment { sends: vec![send(&west)], ..of_west });
+    let is_sent = || sender.sent().next_block == SIZE && sender.sent().message.is_empty();
+    until("the copy is fed", || copy.is_fed.load(Ordering::Relaxed) && is_sent()).await;
+    let once = sender.sent().content_bytes;
+    copy.forget();
+    until("the copy is fed again", || copy.is_fed.load(Ordering::Relaxed) && is_sent()).await;
+    copy.assert_has(SIZE);
+    assert_eq!(sender.sent().content_bytes, 2 * once);
+}
+
+#[tokio::test]
 async fn a_transfer_ends_at_once_where_either_side_orders_it_no_more() {
     let (east, west) = (Cluster::create(), Cluster::create());
     let (mut sender, mut taker) = (east.mirror("e1").await, west.mirror("w1").await);

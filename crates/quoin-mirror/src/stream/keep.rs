@@ -22,6 +22,9 @@ use crate::dial::peers;
 /// Pauses between attempts, the first and the longest.
 const PAUSE: Duration = Duration::from_millis(500);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// Interval of the question whether a copy still has what it took. Its target may end before the point is cut, and the
+/// next one has what was recorded alone.
+const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// A stream that ran for so long makes room for one that waits.
 const TURN: Duration = Duration::from_secs(60);
 /// A stream is made anew then, by the certificates and authorities of that time.
@@ -34,7 +37,7 @@ const REMEMBERED_MAX: usize = 4096;
 /// Words for a transfer that has no place yet.
 const WAITS: &str = "other transfers to this peer are sent first";
 
-/// Transfer that is kept, and its task, which may have done all of it.
+/// Transfer that is kept, and its task.
 struct Kept {
     order: Sending,
     task: AbortHandle,
@@ -99,13 +102,13 @@ fn read<'a>(shared: &Shared, assigned: &'a MirrorAssignment) -> Ordered<'a> {
     ordered
 }
 
-/// Sends until everything was taken.
+/// Sends, and sends again what a copy has no more, for as long as it is ordered.
 async fn keep(shared: Arc<Shared>, order: Sending, progress: Arc<Progress>) {
     let bucket = shared.bandwidth.of(order.group);
-    let mut pause = PAUSE;
+    let (mut pause, mut is_done) = (PAUSE, false);
     loop {
         let before = progress.cursor();
-        if progress.message().is_empty() {
+        if progress.message().is_empty() && !is_done {
             progress.says(WAITS.to_owned());
         }
         let place = shared.places.take(order.peer, order.group, order.volume.0).await;
@@ -117,14 +120,22 @@ async fn keep(shared: Arc<Shared>, order: Sending, progress: Arc<Progress>) {
         match ended {
             Ok(Sent::All) => {
                 progress.sent(order.size_blocks, 0, 0);
+                progress.taken(order.size_blocks);
                 progress.says(String::new());
-                return;
-            }
-            Ok(Sent::Paused) => {
-                pause = PAUSE;
+                (pause, is_done) = (PAUSE, true);
+                sleep(ASK_AGAIN).await;
                 continue;
             }
-            Err(why) => progress.says(why),
+            Ok(Sent::Paused) => {
+                (pause, is_done) = (PAUSE, false);
+                continue;
+            }
+            // The peer may have cut the point, and takes nothing more.
+            Err(_) if is_done && progress.cursor() >= order.size_blocks => {}
+            Err(why) => {
+                is_done = false;
+                progress.says(why);
+            }
         }
         if progress.cursor() > before {
             pause = PAUSE;

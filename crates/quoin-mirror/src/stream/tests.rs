@@ -164,6 +164,13 @@ impl Copy {
         }
     }
 
+    /// The target ends, and the next one has nothing.
+    pub fn forget(&self) {
+        self.blocks.lock().unwrap().clear();
+        self.to.store(0, Ordering::Relaxed);
+        self.is_fed.store(false, Ordering::Relaxed);
+    }
+
     fn taken(&self) -> Taken {
         let to = self.to.load(Ordering::Relaxed);
         Taken { to, stable_to: to, is_fed: self.is_fed.load(Ordering::Relaxed) }
