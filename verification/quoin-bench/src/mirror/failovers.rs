@@ -225,7 +225,7 @@ fn make_groups(two: &Two<'_>, groups: usize, flags: &[&str]) -> Result<(), Error
 /// Has a client write to each group while `during` runs.
 ///
 /// # Errors
-/// Those of `during`, and a group of which nothing was acknowledged.
+/// Errors of `during`, or nothing was acknowledged of some group.
 fn while_writing<T>(
     side: Side<'_>,
     histories: &mut [History],
