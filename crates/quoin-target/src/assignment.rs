@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use quoin_api::control::{self, NodeAssignment, TargetAssignment, VolumeSpec};
 use quoin_api::volume::{self, VolumeOptions};
+pub use quoin_cluster::mirror::feeding::FeedOrder;
 use quoin_cluster::mirror::record::{Stamp, Transfer};
 use quoin_encryption::{DataKey, Encryption};
 use quoin_identity::convert::id;
@@ -56,52 +57,40 @@ pub struct Assigned {
     pub feed: Option<FeedOrder>,
 }
 
-/// Order to take the slots of a transfer, or of none any more.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct FeedOrder {
-    /// The transfer and its token.
-    pub takes: Option<(Transfer, u128)>,
-    /// Block at which the transfer goes on.
-    pub from_block: u64,
-    /// Place in time: an order with a lower one than the last is late.
-    pub stamp: Stamp,
+fn parse_order(order: &control::FeedOrder) -> Result<FeedOrder, String> {
+    let stamp = Stamp { term: order.term, version: order.version };
+    if order.token.is_empty() {
+        return Ok(FeedOrder { takes: None, from_block: 0, stamp });
+    }
+    let point = id::<PointId>("point", &order.point_id)?;
+    let base = Some(order.base_id.as_str()).filter(|base| !base.is_empty());
+    let base = base.map(|base| id::<PointId>("base", base)).transpose()?;
+    let is_token = order.token.len() == 32;
+    let token = u128::from_str_radix(&order.token, 16).ok().filter(|_| is_token);
+    let token = token.ok_or_else(|| format!("token {:?} is not 32 hex digits", order.token))?;
+    if base == Some(point) {
+        return Err(format!("point {point} is its own base"));
+    }
+    if order.from_block > VOLUME_BLOCKS_MAX {
+        return Err(format!("block {} is out of range", order.from_block));
+    }
+    let takes = Some((Transfer { point, base }, token));
+    Ok(FeedOrder { takes, from_block: order.from_block, stamp })
 }
 
-impl FeedOrder {
-    fn parse(order: &control::FeedOrder) -> Result<Self, String> {
-        let stamp = Stamp { term: order.term, version: order.version };
-        if order.token.is_empty() {
-            return Ok(Self { takes: None, from_block: 0, stamp });
-        }
-        let point = id::<PointId>("point", &order.point_id)?;
-        let base = Some(order.base_id.as_str()).filter(|base| !base.is_empty());
-        let base = base.map(|base| id::<PointId>("base", base)).transpose()?;
-        let is_token = order.token.len() == 32;
-        let token = u128::from_str_radix(&order.token, 16).ok().filter(|_| is_token);
-        let token = token.ok_or_else(|| format!("token {:?} is not 32 hex digits", order.token))?;
-        if base == Some(point) {
-            return Err(format!("point {point} is its own base"));
-        }
-        if order.from_block > VOLUME_BLOCKS_MAX {
-            return Err(format!("block {} is out of range", order.from_block));
-        }
-        let takes = Some((Transfer { point, base }, token));
-        Ok(Self { takes, from_block: order.from_block, stamp })
-    }
-
-    pub fn to_message(self) -> control::FeedOrder {
-        let (term, version) = (self.stamp.term, self.stamp.version);
-        let Some((transfer, token)) = self.takes else {
-            return control::FeedOrder { term, version, ..control::FeedOrder::default() };
-        };
-        control::FeedOrder {
-            point_id: transfer.point.to_string(),
-            base_id: transfer.base.map(|base| base.to_string()).unwrap_or_default(),
-            token: format!("{token:032x}"),
-            from_block: self.from_block,
-            term,
-            version,
-        }
+/// The order as the controller sent it.
+pub fn order_message(order: FeedOrder) -> control::FeedOrder {
+    let (term, version) = (order.stamp.term, order.stamp.version);
+    let Some((transfer, token)) = order.takes else {
+        return control::FeedOrder { term, version, ..control::FeedOrder::default() };
+    };
+    control::FeedOrder {
+        point_id: transfer.point.to_string(),
+        base_id: transfer.base.map(|base| base.to_string()).unwrap_or_default(),
+        token: format!("{token:032x}"),
+        from_block: order.from_block,
+        term,
+        version,
     }
 }
 
@@ -322,7 +311,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
 
 /// Slots are taken where no client is let in.
 fn feed(target: &TargetAssignment) -> Result<Option<FeedOrder>, String> {
-    let order = target.feed.as_ref().map(FeedOrder::parse).transpose();
+    let order = target.feed.as_ref().map(parse_order).transpose();
     let order = order.map_err(|reason| format!("order of a transfer: {reason}"))?;
     match order {
         Some(_) if !target.maintenance => {
@@ -499,14 +488,14 @@ mod tests {
             parse_one(TargetAssignment { maintenance, feed: Some(order), ..target() })
         };
         let feed = with(order.clone(), true).unwrap().feed.unwrap();
-        assert_eq!(feed.to_message(), order);
+        assert_eq!(order_message(feed), order);
         let whole = control::FeedOrder { base_id: String::new(), ..order.clone() };
         let feed = with(whole.clone(), true).unwrap().feed.unwrap();
         let (transfer, _) = feed.takes.unwrap();
-        assert_eq!((transfer.base, feed.to_message()), (None, whole));
+        assert_eq!((transfer.base, order_message(feed)), (None, whole));
         let none = control::FeedOrder { term: 3, version: 4, ..control::FeedOrder::default() };
         let feed = with(none.clone(), true).unwrap().feed.unwrap();
-        assert_eq!((feed.takes, feed.to_message()), (None, none));
+        assert_eq!((feed.takes, order_message(feed)), (None, none));
         assert!(with(order.clone(), false).unwrap_err().contains("open to clients"));
         let same = order.point_id.clone();
         for (wrong, why) in [

@@ -768,7 +768,7 @@ impl Control {
             }),
             content_lsn: status.content_lsn.0,
             feed: feed.map(|feed| control::FeedProgress {
-                order: Some(feed.order.to_message()),
+                order: Some(assignment::order_message(feed.order)),
                 taken_to: feed.taken_to,
                 stable_to: feed.stable_to,
                 fed: feed.is_fed,

@@ -9,6 +9,7 @@ pub mod block;
 pub mod client;
 pub mod codec;
 pub mod entry;
+pub mod history;
 pub mod ids;
 pub mod key_map;
 pub mod membership;

@@ -81,6 +81,12 @@ impl From<quoin_types::codec::Malformed> for WireError {
     }
 }
 
+impl From<quoin_types::history::WrongChecksum> for WireError {
+    fn from(_: quoin_types::history::WrongChecksum) -> Self {
+        WireError::Checksum("block")
+    }
+}
+
 /// The header, checked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Header {

@@ -19,9 +19,11 @@ use std::io::{Read, Write};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_types::codec::{Reader, Writer};
+pub use quoin_types::history::{Block, Feed, Part, Refused, Slots, Taken, Wanted};
+use quoin_types::history::{put_optional, put_part};
 use quoin_types::ids::{PointId, SessionKey, SnapshotId, VolumeId};
 use quoin_types::message::ChangedRange;
-use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
+use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 use crate::decode;
 use crate::encode::FrameBuffer;
@@ -34,87 +36,6 @@ pub const SOCKET: &str = "history.sock";
 const RANGE_BYTES: usize = 17;
 const CHECKSUM_BYTES: usize = 4;
 
-/// Content that a client wants.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Wanted {
-    pub volume: VolumeId,
-    /// The older snapshot; `None`: everything that is allocated in the newer one.
-    pub from: Option<SnapshotId>,
-    pub to: SnapshotId,
-    /// Block at which the stream begins.
-    pub cursor: u64,
-    pub want_data: bool,
-}
-
-/// Block with the checksum under which it is stored.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Block {
-    pub crc: u32,
-    pub data: Bytes,
-}
-
-/// Next ranges of a stream.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Part {
-    pub ranges: Vec<ChangedRange>,
-    /// The blocks of the ranges that are no holes, in their order; empty where no data is wanted.
-    pub blocks: Vec<Block>,
-    /// Block at which the next part begins; `None`: this is the last one.
-    pub next: Option<u64>,
-}
-
-/// Begin of a stream into a copy.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Feed {
-    pub volume: VolumeId,
-    pub point: PointId,
-    /// `None`: everything is sent.
-    pub base: Option<PointId>,
-    /// That of the order.
-    pub token: u128,
-}
-
-/// Content of the blocks from a place on, up to that of the next slots.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Slots {
-    /// Block at which they begin.
-    pub place: u64,
-    pub part: Part,
-    /// With the last ones: the digest over the sums of all slots of the stream.
-    pub end: Option<u64>,
-}
-
-/// State of a transfer into a copy.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Taken {
-    /// Blocks before this one were taken, and blocks before the other one are on stable media.
-    pub to: u64,
-    pub stable_to: u64,
-    /// The end came, and everything is on stable media.
-    pub is_fed: bool,
-}
-
-/// Reason that ends a stream.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum Refused {
-    #[error("the volume is not served here")]
-    NotServed,
-    #[error("there is no such snapshot, or the two are in the wrong order")]
-    NoSnapshot,
-    #[error("no replica that can be asked has a good copy of block {lba}")]
-    Damaged { lba: u64 },
-    #[error("too many streams are open here")]
-    Busy,
-    #[error("no transfer is ordered with this token")]
-    NotOrdered,
-    #[error("slots are missing, or come again")]
-    OutOfOrder,
-    #[error("the bytes of a slot, or the digest over all of them, are not those that were sent")]
-    Changed,
-    #[error("the volume does not take them: it has no quorum or no room, or is fenced")]
-    Failed,
-}
-
 /// Frame of a stream.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Message {
@@ -126,66 +47,26 @@ pub enum Message {
     Refused(Refused),
 }
 
-impl Slots {
-    /// Sum over the places, the ranges and the checksums: with those, over everything.
-    pub fn sum(&self) -> u32 {
-        let mut head = BytesMut::with_capacity(64 + 4 * self.part.blocks.len());
-        head.put_u64_le(self.place);
-        put_part(&mut head, &self.part);
-        crc32c(&head)
-    }
-}
-
-impl Part {
-    /// Checks every block against its checksum.
-    ///
-    /// # Errors
-    /// Bytes were changed on their way.
-    pub fn check(&self) -> Result<(), WireError> {
-        match self.blocks.iter().all(|block| crc32c(&block.data) == block.crc) {
-            true => Ok(()),
-            false => Err(WireError::Checksum("block")),
-        }
-    }
-
-    /// # Errors
-    /// Ranges that lie in no order or in no volume, blocks without a range, no progress.
-    fn check_order(&self) -> Result<(), WireError> {
-        let (mut at, mut data_blocks) = (0u64, 0u64);
-        for range in &self.ranges {
-            let end = range.lba.checked_add(range.blocks).filter(|end| *end <= VOLUME_BLOCKS_MAX);
-            let Some(end) = end.filter(|_| range.blocks > 0 && range.lba >= at) else {
-                return Err(WireError::Malformed("range"));
-            };
-            at = end;
-            data_blocks += if range.hole { 0 } else { range.blocks };
-        }
-        let has = self.blocks.len() as u64;
-        if has != data_blocks && has != 0 {
-            return Err(WireError::Malformed("blocks of a part"));
-        }
-        if self.next.is_some_and(|next| next < at || next == 0 || next > VOLUME_BLOCKS_MAX) {
-            return Err(WireError::Malformed("next block of a part"));
-        }
-        Ok(())
-    }
-}
-
-fn put_optional(out: &mut BytesMut, id: Option<u128>) {
-    out.put_flag(id.is_some());
-    out.put_u128_le(id.unwrap_or(0));
-}
-
-fn put_part(out: &mut BytesMut, part: &Part) {
-    out.put_count(part.ranges.len());
+/// # Errors
+/// Ranges that lie in no order or in no volume, blocks without a range, no progress.
+fn check_order(part: &Part) -> Result<(), WireError> {
+    let (mut at, mut data_blocks) = (0u64, 0u64);
     for range in &part.ranges {
-        out.put_u64_le(range.lba);
-        out.put_u64_le(range.blocks);
-        out.put_flag(range.hole);
+        let end = range.lba.checked_add(range.blocks).filter(|end| *end <= VOLUME_BLOCKS_MAX);
+        let Some(end) = end.filter(|_| range.blocks > 0 && range.lba >= at) else {
+            return Err(WireError::Malformed("range"));
+        };
+        at = end;
+        data_blocks += if range.hole { 0 } else { range.blocks };
     }
-    out.put_count(part.blocks.len());
-    part.blocks.iter().for_each(|block| out.put_u32_le(block.crc));
-    put_optional(out, part.next.map(u128::from));
+    let has = part.blocks.len() as u64;
+    if has != data_blocks && has != 0 {
+        return Err(WireError::Malformed("blocks of a part"));
+    }
+    if part.next.is_some_and(|next| next < at || next == 0 || next > VOLUME_BLOCKS_MAX) {
+        return Err(WireError::Malformed("next block of a part"));
+    }
+    Ok(())
 }
 
 fn optional(head: &mut Reader) -> Result<Option<u128>, WireError> {
@@ -375,7 +256,7 @@ fn part(head: &mut Reader, data: &mut Bytes) -> Result<Part, WireError> {
     let next = optional(head)?.map(u64::try_from).transpose();
     let next = next.map_err(|_| WireError::Malformed("next block of a part"))?;
     let part = Part { ranges, blocks, next };
-    part.check_order()?;
+    check_order(&part)?;
     Ok(part)
 }
 
@@ -383,6 +264,7 @@ fn part(head: &mut Reader, data: &mut Bytes) -> Result<Part, WireError> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use quoin_types::crc32c;
 
     fn block(fill: u8) -> Block {
         let data = Bytes::from(vec![fill; BLOCK_SIZE]);

@@ -17,6 +17,8 @@
 //! | `decide` | the next change of the record |
 //! | `orders` | what members are to do as the record is |
 //! | [`feed`] | which slots a lent target takes |
+//! | [`feeding`] | what a lent target writes of them, and what it says of that |
+//! | [`sending`] | which slots are on their way, and when a mirror sends again |
 //! | [`answers`] | the table of calls |
 //! | `codec` | bytes of records and messages, bounded |
 
@@ -26,9 +28,11 @@ pub mod chain;
 mod codec;
 mod decide;
 pub mod feed;
+pub mod feeding;
 pub mod observed;
 mod orders;
 pub mod record;
+pub mod sending;
 pub mod session;
 #[cfg(test)]
 mod tests;

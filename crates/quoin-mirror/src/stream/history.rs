@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytes::BytesMut;
+use quoin_cluster::mirror::sending::goes_on;
 use quoin_wire::WireError;
 use quoin_wire::frame::{HEADER_LEN, Header, Limits};
 use quoin_wire::history::{Message, Part, Refused, SOCKET, Wanted};
@@ -11,7 +12,6 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::pack::has_its_blocks;
 use super::{SILENT_MAX, WRITTEN_WITHIN};
 
 /// Reason that a target's side of a stream ended.
@@ -84,10 +84,8 @@ pub async fn read_parts(
             Message::Refused(refused) => return Err(refused.into()),
             _ => return Err(WireError::Malformed("frame of a history").into()),
         };
-        part.check()?;
-        let begins_behind = part.ranges.first().is_some_and(|range| range.lba < cursor);
-        let goes_back = part.next.is_some_and(|next| next <= cursor);
-        if begins_behind || goes_back || !has_its_blocks(&part) {
+        part.check().map_err(WireError::from)?;
+        if !goes_on(&part, cursor) {
             return Err(WireError::Malformed("part of a history").into());
         }
         let next = part.next;

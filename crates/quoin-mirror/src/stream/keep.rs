@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::MirrorAssignment;
+use quoin_cluster::mirror::sending::{self, Keeping};
 use quoin_identity::{ClusterId, foreign};
 use quoin_types::ids::VolumeId;
 use tokio::net::UnixStream;
@@ -19,12 +20,6 @@ use super::send::{Ended, Sender, Sent};
 use crate::Shared;
 use crate::dial::peers;
 
-/// Pauses between attempts, the first and the longest.
-const PAUSE: Duration = Duration::from_millis(500);
-const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// Interval of the question whether a copy still has what it took. Its target may end before the point is cut, and the
-/// next one has what was recorded alone.
-const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// A stream that ran for so long makes room for one that waits.
 const TURN: Duration = Duration::from_secs(60);
 /// A stream is made anew then, by the certificates and authorities of that time.
@@ -105,10 +100,10 @@ fn read<'a>(shared: &Shared, assigned: &'a MirrorAssignment) -> Ordered<'a> {
 /// Sends, and sends again what a copy has no more, for as long as it is ordered.
 async fn keep(shared: Arc<Shared>, order: Sending, progress: Arc<Progress>) {
     let bucket = shared.bandwidth.of(order.group);
-    let (mut pause, mut is_done) = (PAUSE, false);
+    let mut keeping = Keeping::default();
     loop {
         let before = progress.cursor();
-        if progress.message().is_empty() && !is_done {
+        if progress.message().is_empty() && !keeping.is_done() {
             progress.says(WAITS.to_owned());
         }
         let place = shared.places.take(order.peer, order.group, order.volume.0).await;
@@ -117,31 +112,22 @@ async fn keep(shared: Arc<Shared>, order: Sending, progress: Arc<Progress>) {
         }
         let ended = attempt(&shared, &order, &progress, &bucket).await;
         drop(place);
-        match ended {
-            Ok(Sent::All) => {
-                progress.sent(order.size_blocks, 0, 0);
-                progress.taken(order.size_blocks);
-                progress.says(String::new());
-                (pause, is_done) = (PAUSE, true);
-                sleep(ASK_AGAIN).await;
-                continue;
-            }
-            Ok(Sent::Paused) => {
-                (pause, is_done) = (PAUSE, false);
-                continue;
-            }
-            // The peer may have cut the point, and takes nothing more.
-            Err(_) if is_done && progress.cursor() >= order.size_blocks => {}
-            Err(why) => {
-                is_done = false;
-                progress.says(why);
-            }
+        if ended == Ok(Sent::All) {
+            progress.sent(order.size_blocks, 0, 0);
+            progress.taken(order.size_blocks);
+            progress.says(String::new());
         }
-        if progress.cursor() > before {
-            pause = PAUSE;
+        let how = match &ended {
+            Ok(Sent::All) => sending::Ended::All,
+            Ok(Sent::Paused) => sending::Ended::Paused,
+            Err(_) => sending::Ended::Failed,
+        };
+        let cursor = progress.cursor();
+        let again = keeping.ended(how, cursor > before, cursor >= order.size_blocks);
+        if let Some(why) = ended.err().filter(|_| again.is_told) {
+            progress.says(why);
         }
-        sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        sleep(again.after).await;
     }
 }
 

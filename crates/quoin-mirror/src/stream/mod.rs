@@ -26,13 +26,13 @@ mod tests;
 
 use std::time::Duration;
 
+use quoin_cluster::mirror::sending::IN_FLIGHT_MAX;
+
 pub use bandwidth::Bandwidth;
 pub use book::Book;
 pub use places::{Places, STREAMS_A_PEER_MAX};
 pub use take::Open;
 
-/// Slots that were sent and are not taken yet, at most.
-const IN_FLIGHT_MAX: usize = 4;
 /// Silence after which a stream is ended.
 const SILENT_MAX: Duration = Duration::from_secs(60);
 /// Time for the answer to a stream's first frame, in which a target opens a volume.

@@ -1,11 +1,11 @@
 //! Slots as bytes of a stream: compressed where that gains something.
 
 use bytes::Bytes;
+use quoin_cluster::mirror::sending::{BLOCKS_MAX, RANGES_MAX};
 use quoin_types::BLOCK_SIZE;
-use quoin_types::message::ChangedRange;
 use quoin_wire::WireError;
 use quoin_wire::frame::{HEADER_LEN, Header, Limits};
-use quoin_wire::history::{Message, Part, Slots};
+use quoin_wire::history::{Message, Slots};
 
 use super::frame::{Packed, SLOTS_BYTES_MAX};
 
@@ -14,10 +14,6 @@ const LEVEL: i32 = 1;
 /// Frames in a row without a gain after which only some are tried, and each how many then.
 const DRY_MAX: u32 = 8;
 const DRY_EVERY: u32 = 16;
-/// Blocks with data of one frame, at most.
-pub const BLOCKS_MAX: usize = 256;
-/// Ranges of one frame, at most: the frame stays within its limit.
-const RANGES_MAX: usize = 8192;
 
 const _: () = assert!(BLOCKS_MAX * (BLOCK_SIZE + 4) + RANGES_MAX * 17 + 1024 < SLOTS_BYTES_MAX);
 
@@ -100,51 +96,18 @@ pub fn unpack(packed: Packed) -> Result<(Bytes, Slots), Unpacked> {
     let begin = raw.first_chunk::<HEADER_LEN>().ok_or(Unpacked::Length)?;
     let header = Header::decode(begin, &Limits::SESSION)?;
     match Message::decode(&header, raw.clone())? {
-        Message::Slots(slots) if has_its_blocks(&slots.part) => Ok((raw, slots)),
+        Message::Slots(slots) if slots.part.has_its_blocks() => Ok((raw, slots)),
         _ => Err(Unpacked::NoSlots),
     }
-}
-
-/// Returns true if a part has a block for each that is no hole.
-pub fn has_its_blocks(part: &Part) -> bool {
-    let data = part.ranges.iter().filter(|range| !range.hole).map(|range| range.blocks);
-    data.fold(0, u64::saturating_add) == part.blocks.len() as u64
-}
-
-/// Cuts a part that begins at `place` into slots of `blocks_max` blocks with data at most. The last ones have no
-/// digest yet.
-pub fn cut(part: Part, mut place: u64, blocks_max: usize) -> Vec<Slots> {
-    let blocks_max = blocks_max.clamp(1, BLOCKS_MAX) as u64;
-    let mut blocks = part.blocks.into_iter();
-    let (mut slots, mut now, mut data) = (Vec::new(), Part::default(), 0);
-    let mut left: Vec<ChangedRange> = part.ranges.into_iter().rev().collect();
-    while let Some(range) = left.pop() {
-        if data == blocks_max || now.ranges.len() == RANGES_MAX {
-            now.next = now.ranges.last().map(|range| range.lba + range.blocks);
-            let next = now.next.unwrap_or(place);
-            slots.push(Slots { place, part: std::mem::take(&mut now), end: None });
-            (place, data) = (next, 0);
-        }
-        let fits = if range.hole { range.blocks } else { range.blocks.min(blocks_max - data) };
-        now.ranges.push(ChangedRange { blocks: fits, ..range });
-        if !range.hole {
-            now.blocks.extend(blocks.by_ref().take(fits as usize));
-            data += fits;
-        }
-        if fits < range.blocks {
-            left.push(ChangedRange { lba: range.lba + fits, blocks: range.blocks - fits, ..range });
-        }
-    }
-    now.next = part.next;
-    slots.push(Slots { place, part: now, end: None });
-    slots
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use quoin_cluster::mirror::sending::cut;
     use quoin_types::crc32c;
-    use quoin_wire::history::Block;
+    use quoin_types::message::ChangedRange;
+    use quoin_wire::history::{Block, Part};
 
     use super::*;
 
@@ -243,7 +206,7 @@ mod tests {
             for one in &slots {
                 prop_assert_eq!(Some(one.place), place);
                 place = one.part.next;
-                prop_assert!(has_its_blocks(&one.part) && one.part.blocks.len() <= blocks_max);
+                prop_assert!(one.part.has_its_blocks() && one.part.blocks.len() <= blocks_max);
                 got_blocks.extend(one.part.blocks.clone());
                 for range in &one.part.ranges {
                     covered.extend((range.lba..range.lba + range.blocks).map(|lba| (lba, range.hole)));

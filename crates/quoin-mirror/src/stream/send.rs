@@ -1,10 +1,9 @@
 //! The sending end of a stream.
 
-use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use quoin_cluster::mirror::feed::Feed;
+use quoin_cluster::mirror::sending::{self, BLOCKS_MAX, Heard, IN_FLIGHT_MAX, cut};
 use quoin_types::BLOCK_SIZE;
 use quoin_wire::history::{Part, Wanted};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -16,11 +15,8 @@ use super::book::Progress;
 use super::frame::{Begin, Frame, write};
 use super::history::{self, Failed};
 use super::orders::Sending;
-use super::pack::{BLOCKS_MAX, Packer, cut};
-use super::{BEGUN_WITHIN, IN_FLIGHT_MAX, SILENT_MAX};
-
-/// Next block behind the last slots.
-const END: u64 = u64::MAX;
+use super::pack::Packer;
+use super::{BEGUN_WITHIN, SILENT_MAX};
 
 /// End of a stream that did not fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,13 +56,12 @@ pub struct Sender<'a> {
 /// Slots that are on their way.
 struct Flight {
     window: Semaphore,
-    /// Next blocks of those that were sent and not taken.
-    nexts: Mutex<VecDeque<u64>>,
+    slots: Mutex<sending::Flight>,
 }
 
 impl Flight {
-    fn nexts(&self) -> MutexGuard<'_, VecDeque<u64>> {
-        self.nexts.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slots(&self) -> MutexGuard<'_, sending::Flight> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -109,7 +104,7 @@ impl Sender<'_> {
         let Sending { since, snapshot, .. } = *self.order;
         let wanted = Wanted { volume, from: since, to: snapshot, cursor, want_data: true };
         let (ahead, parts) = mpsc::channel(1);
-        let flight = Flight { window: Semaphore::new(IN_FLIGHT_MAX), nexts: Mutex::default() };
+        let flight = Flight { window: Semaphore::new(IN_FLIGHT_MAX), slots: Mutex::default() };
         tokio::select! {
             // The peer's own words come before those of a connection that it ended.
             biased;
@@ -140,7 +135,7 @@ impl Sender<'_> {
         mut place: u64,
         flight: &Flight,
     ) -> Result<Sent, Ended> {
-        let (mut packer, mut digest) = (Packer::default(), 0);
+        let mut packer = Packer::default();
         loop {
             if (self.is_to_pause)() {
                 // Slots on their way are waited for, so that none is sent again.
@@ -151,14 +146,13 @@ impl Sender<'_> {
             let Some(part) = parts.recv().await else { return std::future::pending().await };
             for mut slots in cut(part, place, self.blocks_max()) {
                 let (content, next) = (slots.part.blocks.len() * BLOCK_SIZE, slots.part.next);
-                digest = Feed::digest(digest, slots.sum());
-                slots.end = next.is_none().then_some(digest);
+                flight.slots().close(&mut slots);
                 let packed = packer.pack(slots, self.order.compress).await;
                 let packed = packed.map_err(|error| Ended::Source(error.to_string()))?;
                 let frame = Frame::Slots(packed).encode().map_err(lost)?;
                 flight.window.acquire().await.map_err(lost)?.forget();
                 self.bucket.take(frame.len()).await;
-                flight.nexts().push_back(next.unwrap_or(END));
+                flight.slots().sent(next);
                 write(writer, &frame).await.map_err(lost)?;
                 let told = next.unwrap_or(self.order.size_blocks);
                 self.progress.sent(told, content as u64, frame.len() as u64);
@@ -195,12 +189,10 @@ impl Sender<'_> {
                 }
             };
             (self.heard)();
-            let sent = flight.nexts().pop_front();
-            let Some(next) = sent else { return Err(lost("the peer took what was not sent")) };
-            match (next, taken.is_fed) {
-                (END, true) => return Ok(Sent::All),
-                (END, false) | (_, true) => return Err(lost("the peer took another end")),
-                (next, false) => self.progress.taken(taken.to.min(next)),
+            let heard = flight.slots().taken(taken);
+            match heard.map_err(lost)? {
+                Heard::All => return Ok(Sent::All),
+                Heard::To(block) => self.progress.taken(block),
             }
             flight.window.add_permits(1);
         }

@@ -291,3 +291,14 @@ pub enum PrimaryNote {
     },
     Stopped,
 }
+
+impl PrimaryNote {
+    /// Returns true if requests that were answered before, and not flushed, may be lost: another epoch begins, or
+    /// none does.
+    pub fn is_of_another_epoch(&self) -> bool {
+        matches!(
+            self,
+            Self::Opening { .. } | Self::Serving { .. } | Self::Fenced { .. } | Self::Stopped
+        )
+    }
+}

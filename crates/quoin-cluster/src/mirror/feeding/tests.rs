@@ -1,13 +1,11 @@
 //! The part alone, beside a volume of bytes that the test answers for.
 
-use std::sync::mpsc::{Receiver, sync_channel};
-
 use bytes::Bytes;
 use proptest::prelude::*;
-use quoin_types::ids::PointId;
+use quoin_types::history::{Block, Part, Slots};
+use quoin_types::ids::{PointId, VolumeId};
 use quoin_types::message::ChangedRange;
-use quoin_types::{BLOCK_SIZE, crc32c};
-use quoin_wire::history::{Block, Part, Slots};
+use quoin_types::{BLOCK_SHIFT, BLOCK_SIZE, crc32c};
 
 use super::*;
 
@@ -16,7 +14,8 @@ const EVERYTHING: Transfer = Transfer { point: PointId(2), base: None };
 const BLOCKS: u64 = 40;
 const HERE: Here = Here { is_serving: true, blocks: BLOCKS };
 
-type Waiting = Receiver<Result<Taken, Refused>>;
+/// Number of slots that were sent.
+type Ticket = usize;
 
 fn order(transfer: Transfer, version: u64) -> FeedOrder {
     FeedOrder { takes: Some((transfer, 9)), from_block: 0, stamp: Stamp { term: 1, version } }
@@ -48,7 +47,10 @@ fn slots(place: u64, next: Option<u64>, named: &[(u64, Option<u8>)], end: Option
 
 /// A volume that is fed, with the first byte of each block, and what is under way.
 struct Bench {
-    feeding: Feeding,
+    feeding: Feeding<Ticket>,
+    sent: usize,
+    answers: Vec<(Ticket, Result<Taken, Refused>)>,
+    abandoned: usize,
     order: FeedOrder,
     stream: Stream,
     digest: u64,
@@ -60,9 +62,10 @@ impl Bench {
     fn new(transfer: Transfer) -> Self {
         let order = order(transfer, 1);
         let stream = Stream { number: 0, feed: feed_of(&order), from: 0 };
-        let feeding = Feeding::new(Some(order), false);
+        let feeding = Feeding::<Ticket>::new(Some(order), false);
         let volume = vec![0xee; BLOCKS as usize];
-        Self { feeding, order, stream, digest: 0, volume, under_way: Vec::new() }
+        let (sent, answers, under_way) = (0, Vec::new(), Vec::new());
+        Self { feeding, sent, answers, abandoned: 0, order, stream, digest: 0, volume, under_way }
     }
 
     fn begun(transfer: Transfer) -> Self {
@@ -78,19 +81,30 @@ impl Bench {
         Ok(taken)
     }
 
-    fn send(&mut self, slots: &Slots) -> Waiting {
+    fn send(&mut self, slots: &Slots) -> Ticket {
         let came = Came::of(slots, self.stream.feed.base.is_none());
         self.send_as(self.stream, came)
     }
 
-    fn send_as(&mut self, stream: Stream, came: Came) -> Waiting {
-        let (answer, waiting) = sync_channel(1);
-        self.feeding.take(HERE, &stream, came, answer);
-        waiting
+    fn send_as(&mut self, stream: Stream, came: Came) -> Ticket {
+        self.take(HERE, &stream, came)
+    }
+
+    fn take(&mut self, here: Here, stream: &Stream, came: Came) -> Ticket {
+        self.sent += 1;
+        self.feeding.take(here, stream, came, self.sent);
+        self.sent
+    }
+
+    /// Takes the answer to slots out.
+    fn answer(&mut self, ticket: Ticket) -> Option<Result<Taken, Refused>> {
+        self.answers.extend(self.feeding.answers());
+        let index = self.answers.iter().position(|(of, _)| *of == ticket)?;
+        Some(self.answers.remove(index).1)
     }
 
     /// Sends slots that are counted in the digest, the last ones with it.
-    fn next(&mut self, place: u64, next: Option<u64>, named: &[(u64, Option<u8>)]) -> Waiting {
+    fn next(&mut self, place: u64, next: Option<u64>, named: &[(u64, Option<u8>)]) -> Ticket {
         let mut slots = slots(place, next, named, None);
         self.digest = Feed::digest(self.digest, slots.sum());
         slots.end = next.is_none().then_some(self.digest);
@@ -98,8 +112,12 @@ impl Bench {
     }
 
     fn submit(&mut self) {
-        while let Some(next) = self.feeding.next_request() {
-            self.under_way.push(next);
+        while let Some(next) = self.feeding.next(true) {
+            match next {
+                Next::Submit(number, operation) => self.under_way.push((number, operation)),
+                // Requests that are under way may have their place in the history.
+                Next::Abandon => self.abandoned += 1,
+            }
         }
     }
 
@@ -148,16 +166,16 @@ fn slots_count_once_they_are_written_and_the_transfer_is_fed_once_it_is_on_stabl
     assert!(matches!(kinds[2], Operation::Write { offset: 0x27000, .. }));
     assert_eq!(kinds.len(), 3);
     bench.reply(0, true);
-    assert!(first.try_recv().is_err() && second.try_recv().is_err(), "a trim is missing");
+    assert!(bench.answer(first).is_none() && bench.answer(second).is_none(), "a trim is missing");
     bench.reply(0, true);
-    assert_eq!(first.try_recv(), Ok(Ok(Taken { to: 10, stable_to: 0, is_fed: false })));
-    assert_eq!(second.try_recv(), Ok(Ok(Taken { to: 20, stable_to: 0, is_fed: false })));
+    assert_eq!(bench.answer(first), Some(Ok(Taken { to: 10, stable_to: 0, is_fed: false })));
+    assert_eq!(bench.answer(second), Some(Ok(Taken { to: 20, stable_to: 0, is_fed: false })));
     bench.reply(0, true);
-    assert!(last.try_recv().is_err() && bench.progress() == (20, 0, false));
+    assert!(bench.answer(last).is_none() && bench.progress() == (20, 0, false));
     bench.submit();
     assert!(matches!(bench.under_way[..], [(_, Operation::Flush)]));
     bench.reply(0, true);
-    assert_eq!(last.try_recv(), Ok(Ok(Taken { to: 40, stable_to: 40, is_fed: true })));
+    assert_eq!(bench.answer(last), Some(Ok(Taken { to: 40, stable_to: 40, is_fed: true })));
     assert_eq!(bench.progress(), (40, 40, true));
     assert_eq!(bench.begin(), Ok(Taken { to: 40, stable_to: 40, is_fed: true }));
 }
@@ -169,9 +187,9 @@ fn slots_are_answered_in_their_order_where_later_ones_are_written_first() {
     let second = bench.next(1, Some(2), &[(1, Some(2))]);
     bench.submit();
     bench.reply(1, true);
-    assert!(second.try_recv().is_err() && bench.progress() == (0, 0, false));
+    assert!(bench.answer(second).is_none() && bench.progress() == (0, 0, false));
     bench.reply(0, true);
-    assert!(first.try_recv().is_ok() && second.try_recv().is_ok());
+    assert!(bench.answer(first).is_some() && bench.answer(second).is_some());
     assert_eq!(bench.progress(), (2, 0, false));
 }
 
@@ -179,8 +197,8 @@ fn slots_are_answered_in_their_order_where_later_ones_are_written_first() {
 fn where_everything_is_sent_blocks_that_are_not_named_are_holes_and_otherwise_they_stay() {
     for (transfer, rest) in [(EVERYTHING, 0), (TRANSFER, 0xee)] {
         let mut bench = Bench::begun(transfer);
-        drop(bench.next(0, Some(8), &[(3, Some(7))]));
-        drop(bench.next(8, None, &[(9, Some(8))]));
+        bench.next(0, Some(8), &[(3, Some(7))]);
+        bench.next(8, None, &[(9, Some(8))]);
         bench.reply_all();
         let mut expected = vec![rest; BLOCKS as usize];
         (expected[3], expected[9]) = (7, 8);
@@ -192,12 +210,12 @@ fn where_everything_is_sent_blocks_that_are_not_named_are_holes_and_otherwise_th
 #[test]
 fn an_end_behind_the_last_block_ends_a_stream_that_goes_on_there() {
     let mut bench = Bench::begun(TRANSFER);
-    drop(bench.next(0, Some(BLOCKS), &[(0, Some(1))]));
+    bench.next(0, Some(BLOCKS), &[(0, Some(1))]);
     bench.reply_all();
     assert_eq!(bench.begin().unwrap().to, BLOCKS);
     let last = bench.next(BLOCKS, None, &[]);
     bench.reply_all();
-    assert!(last.try_recv().unwrap().unwrap().is_fed);
+    assert!(bench.answer(last).unwrap().unwrap().is_fed);
 }
 
 #[test]
@@ -215,7 +233,8 @@ fn nothing_is_taken_but_the_slots_of_the_stream_that_is_ordered() {
     let good = slots(0, Some(5), &[(1, Some(1))], None);
     let mut refused = |stream: Stream, slots: &Slots| {
         let came = Came::of(slots, stream.feed.base.is_none());
-        bench.send_as(stream, came).try_recv().unwrap().unwrap_err()
+        let ticket = bench.send_as(stream, came);
+        bench.answer(ticket).unwrap().unwrap_err()
     };
     let stream = Stream { number: 1, feed, from: 0 };
     let other = Stream { feed: history::Feed { token: 8, ..feed }, ..stream };
@@ -238,16 +257,19 @@ fn nothing_is_taken_but_the_slots_of_the_stream_that_is_ordered() {
     assert_eq!(refused(stream, &slots(0, None, &[], Some(1))), Refused::Changed, "wrong digest");
     bench.submit();
     assert!(bench.under_way.is_empty(), "nothing of it is written");
-    assert_eq!(Feeding::new(Some(bench.order), true).begin(HERE, &feed), Err(Refused::NotServed));
-    assert_eq!(Feeding::new(None, false).begin(HERE, &feed), Err(Refused::NotOrdered));
+    assert_eq!(
+        Feeding::<Ticket>::new(Some(bench.order), true).begin(HERE, &feed),
+        Err(Refused::NotServed)
+    );
+    assert_eq!(Feeding::<Ticket>::new(None, false).begin(HERE, &feed), Err(Refused::NotOrdered));
 }
 
 #[test]
 fn no_more_slots_than_a_few_are_held() {
     let mut bench = Bench::begun(TRANSFER);
     let waiting: Vec<_> = (0..5).map(|n| bench.next(n, Some(n + 1), &[(n, Some(1))])).collect();
-    assert_eq!(waiting[SLOTS_MAX].try_recv(), Ok(Err(Refused::Busy)));
-    assert!(waiting[0].try_recv().is_err());
+    assert_eq!(bench.answer(waiting[SLOTS_MAX]), Some(Err(Refused::Busy)));
+    assert!(bench.answer(waiting[0]).is_none());
 }
 
 #[test]
@@ -261,9 +283,9 @@ fn a_late_order_changes_nothing_and_another_one_or_none_ends_what_is_under_way()
     assert_eq!(bench.feeding.progress().unwrap().order, order(TRANSFER, 5));
     // The same one under a later stamp goes on.
     bench.feeding.order(Some(order(TRANSFER, 6)), false);
-    assert!(waiting.try_recv().is_err());
+    assert!(bench.answer(waiting).is_none());
     bench.feeding.order(Some(order(EVERYTHING, 7)), false);
-    assert_eq!(waiting.try_recv(), Ok(Err(Refused::NotOrdered)));
+    assert_eq!(bench.answer(waiting), Some(Err(Refused::NotOrdered)));
     assert!(bench.feeding.abandons);
     bench.reply(0, true);
     assert_eq!(bench.progress(), (0, 0, false), "a reply of the former order counts nowhere");
@@ -283,18 +305,17 @@ fn a_request_that_failed_and_a_new_epoch_have_the_transfer_begin_anew() {
     bench.feeding.order(Some(begin), false);
     for fails in [true, false] {
         bench.begin().unwrap();
-        drop(bench.next(3, Some(5), &[(4, Some(1))]));
+        bench.next(3, Some(5), &[(4, Some(1))]);
         bench.reply_all();
         let waiting = bench.next(5, Some(6), &[(5, Some(1))]);
         bench.submit();
         assert_eq!(bench.progress(), (5, 3, false));
         if fails {
             bench.reply(0, false);
-            assert_eq!(waiting.try_recv(), Ok(Err(Refused::Failed)));
+            assert_eq!(bench.answer(waiting), Some(Err(Refused::Failed)));
         } else {
-            let (epoch, at) = (quoin_types::Epoch(2), Default::default());
-            assert!(bench.feeding.note(&PrimaryNote::Serving { epoch, at }));
-            assert_eq!(waiting.try_recv(), Ok(Err(Refused::NotServed)));
+            bench.feeding.not_served();
+            assert_eq!(bench.answer(waiting), Some(Err(Refused::NotServed)));
             bench.reply(0, true);
         }
         assert_eq!(bench.progress(), (3, 3, false));
@@ -305,17 +326,18 @@ fn a_request_that_failed_and_a_new_epoch_have_the_transfer_begin_anew() {
 #[test]
 fn a_stream_that_follows_another_one_begins_at_what_is_written_and_ends_that() {
     let mut bench = Bench::begun(TRANSFER);
-    drop(bench.next(0, Some(5), &[(1, Some(1))]));
+    bench.next(0, Some(5), &[(1, Some(1))]);
     bench.reply_all();
     let (former, waiting) = (bench.stream, bench.next(5, Some(9), &[(6, Some(1))]));
     bench.submit();
     assert_eq!(bench.begin().unwrap().to, 5);
-    assert_eq!(waiting.try_recv(), Ok(Err(Refused::OutOfOrder)));
+    assert_eq!(bench.answer(waiting), Some(Err(Refused::OutOfOrder)));
     bench.reply(0, true);
     assert_eq!(bench.progress().0, 5);
     let came = Came::of(&slots(9, Some(10), &[], None), false);
-    assert_eq!(bench.send_as(former, came).try_recv(), Ok(Err(Refused::OutOfOrder)));
-    drop(bench.next(5, None, &[(6, Some(1))]));
+    let late = bench.send_as(former, came);
+    assert_eq!(bench.answer(late), Some(Err(Refused::OutOfOrder)));
+    bench.next(5, None, &[(6, Some(1))]);
     bench.reply_all();
     assert_eq!(bench.progress(), (40, 40, true));
 }
@@ -323,10 +345,11 @@ fn a_stream_that_follows_another_one_begins_at_what_is_written_and_ends_that() {
 #[test]
 fn a_digest_that_is_another_one_takes_back_what_the_transfer_had() {
     let mut bench = Bench::begun(TRANSFER);
-    drop(bench.next(0, Some(5), &[(1, Some(1))]));
+    bench.next(0, Some(5), &[(1, Some(1))]);
     bench.reply_all();
     let wrong = slots(5, None, &[], Some(1));
-    assert_eq!(bench.send(&wrong).try_recv(), Ok(Err(Refused::Changed)));
+    let last = bench.send(&wrong);
+    assert_eq!(bench.answer(last), Some(Err(Refused::Changed)));
     assert_eq!(bench.progress(), (0, 0, false));
 }
 
@@ -343,8 +366,8 @@ fn what_is_written_is_flushed_after_some_mebibytes_and_progress_is_news_once_a_s
         for n in 0..256 {
             let place = round * 256 + n;
             let came = Came::of(&slots(place, Some(place + 1), &[(place, None)], None), false);
-            let (answer, _waiting) = sync_channel(1);
-            bench.feeding.take(here, &bench.stream, came, answer);
+            let stream = bench.stream;
+            bench.take(here, &stream, came);
             assert!(!bench.feeding.is_news(now));
             bench.reply_all();
         }
@@ -359,11 +382,10 @@ fn long_holes_are_cut_to_what_an_entry_may_cover_and_few_are_under_way() {
     let blocks = 1 << 34;
     let mut bench = Bench::begun(EVERYTHING);
     let came = Came::of(&slots(0, Some(blocks), &[], None), true);
-    let (answer, waiting) = sync_channel(1);
-    let here = Here { is_serving: true, blocks };
-    bench.feeding.take(here, &bench.stream, came, answer);
+    let (here, stream) = (Here { is_serving: true, blocks }, bench.stream);
+    let waiting = bench.take(here, &stream, came);
     let mut covered = 0;
-    while waiting.try_recv().is_err() {
+    while bench.answer(waiting).is_none() {
         bench.submit();
         assert!(!bench.under_way.is_empty() && bench.under_way.len() <= REQUESTS_MAX);
         for (number, operation) in std::mem::take(&mut bench.under_way) {
@@ -408,7 +430,7 @@ impl Sent {
         let blocks = place..next.unwrap_or(BLOCKS);
         let named = blocks.filter(|block| self.named(*block));
         let named: Vec<_> = named.map(|block| (block, self.to[block as usize])).collect();
-        drop(bench.next(place, next, &named));
+        bench.next(place, next, &named);
         next
     }
 }
@@ -436,10 +458,10 @@ proptest! {
                 break;
             }
             match step {
-                0..3 if bench.feeding.slots.len() < SLOTS_MAX => {
+                0..3 if bench.feeding.window.len() < SLOTS_MAX => {
                     if let Some(at) = place {
                         place = sent.send(&mut bench, at);
-                    } else if bench.feeding.slots.is_empty() {
+                    } else if bench.feeding.window.is_empty() {
                         let from = bench.progress().0;
                         bench.begin().unwrap();
                         place = Some(from);
@@ -465,8 +487,7 @@ proptest! {
                     }
                 }
                 18 => {
-                    let (epoch, at) = (quoin_types::Epoch(2), Default::default());
-                    bench.feeding.note(&PrimaryNote::Serving { epoch, at });
+                    bench.feeding.not_served();
                     place = None;
                 }
                 _ => {
