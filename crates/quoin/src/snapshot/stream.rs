@@ -82,7 +82,7 @@ fn read(
             Some(_) => return Err(WireError::Malformed("frame of a stream").into()),
             None => return Err(WireError::Closed.into()),
         };
-        part.check()?;
+        part.check().map_err(WireError::from)?;
         let begins_behind = part.ranges.first().is_some_and(|range| range.lba < cursor);
         if begins_behind || part.next.is_some_and(|next| next <= cursor) {
             return Err(WireError::Malformed("part of a stream").into());
