@@ -50,6 +50,8 @@ pub struct History {
     /// Content that the volume began with.
     begun: BTreeMap<u64, Tags>,
     clock: u64,
+    /// Tags up to it are those of another volume, whose content this one has.
+    first: Tag,
     pub checked: u64,
     pub undecided: u64,
 }
@@ -61,6 +63,15 @@ impl History {
         self.begun = image;
     }
 
+    /// Tags of this volume begin behind another volume's, whose content it gets.
+    pub fn begin_behind(&mut self, first: Tag) {
+        self.first = first;
+    }
+
+    fn index(&self, tag: Tag) -> usize {
+        (tag - self.first) as usize - 1
+    }
+
     pub fn stamp(&mut self) -> u64 {
         self.clock += 1;
         self.clock
@@ -69,7 +80,7 @@ impl History {
     /// Enters a new operation; its tag names it.
     pub fn invoke(&mut self, draft: Draft, target: (usize, u32)) -> Tag {
         let invoked = self.stamp();
-        let tag = self.ops.len() as Tag + 1;
+        let tag = self.first + self.ops.len() as Tag + 1;
         self.ops.push(Op {
             tag,
             draft,
@@ -86,17 +97,19 @@ impl History {
     }
 
     pub fn op(&self, tag: Tag) -> &Op {
-        &self.ops[tag as usize - 1]
+        &self.ops[self.index(tag)]
     }
 
     /// Sets whether an operation that has no answer may be sent again.
     pub fn may_be_sent_again(&mut self, tag: Tag, is_sent_again: bool) {
-        self.ops[tag as usize - 1].is_sent_again = is_sent_again;
+        let index = self.index(tag);
+        self.ops[index].is_sent_again = is_sent_again;
     }
 
     /// The operation is sent to this life of a target.
     pub fn sent_to(&mut self, tag: Tag, target: (usize, u32)) -> &Op {
-        let op = &mut self.ops[tag as usize - 1];
+        let index = self.index(tag);
+        let op = &mut self.ops[index];
         op.targets.retain(|former| *former != target);
         op.targets.push(target);
         op
@@ -115,17 +128,20 @@ impl History {
         let (block, at) = (sector / SECTORS as u64, (sector % SECTORS as u64) as usize);
         tag == 0
             || self.begun.get(&block).is_some_and(|tags| tags[at] == tag)
-            || self.ops.get(tag as usize - 1).is_some_and(|op| match op.draft {
-                Draft::Write { sector: first, sectors, .. } => {
-                    (first..first + sectors).contains(&sector)
-                }
-                _ => false,
-            })
+            || tag <= self.first && self.initial.get(&block).is_some_and(|tags| tags[at] == tag)
+            || tag > self.first
+                && self.ops.get(self.index(tag)).is_some_and(|op| match op.draft {
+                    Draft::Write { sector: first, sectors, .. } => {
+                        (first..first + sectors).contains(&sector)
+                    }
+                    _ => false,
+                })
     }
 
     pub fn answer(&mut self, tag: Tag, seen: Vec<Tag>) {
         let stamp = self.stamp();
-        let op = &mut self.ops[tag as usize - 1];
+        let index = self.index(tag);
+        let op = &mut self.ops[index];
         op.answered = stamp;
         op.seen = seen;
     }

@@ -15,6 +15,7 @@
 //! | `cluster::truth` | grants, devices, tokens and copies of which the records say what is not so |
 //! | `world::quiesce` | IO or replicas that do not come back after the last fault |
 //! | `world::mirrors` | two clusters that break what a mirror promises |
+//! | `world::copies` | a copy in another cluster that is not the point that it says, or told as stable before it is |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
 //! | [`storage`] | a cut below stable, a repair with another version |
 //!
@@ -81,6 +82,7 @@ pub fn run(options: RunOptions) -> Report {
     match options.swarm {
         Swarm::Groups => return run_group(options),
         Swarm::Control => return run_control(options),
+        Swarm::Copies => return run_copies(options),
         _ => {}
     }
     if options.swarm.is_mirrored() {
@@ -124,6 +126,19 @@ fn run_group(options: RunOptions) -> Report {
         groups.insert(world::Groups::new(options)).run();
     }));
     let mut report = groups.map_or_else(Report::default, |groups| groups.report(options.seed));
+    if let Err(panic) = outcome {
+        report.panicked(options.seed, panic.as_ref());
+    }
+    report
+}
+
+/// Runs one seed of a volume and its copy.
+fn run_copies(options: RunOptions) -> Report {
+    let mut copies = None;
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        copies.insert(world::Copies::new(options)).run();
+    }));
+    let mut report = copies.map_or_else(Report::default, |copies| copies.report(options.seed));
     if let Err(panic) = outcome {
         report.panicked(options.seed, panic.as_ref());
     }

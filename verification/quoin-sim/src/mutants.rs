@@ -350,6 +350,10 @@ pub const ALL: &[Defect] = &[
     mirror("word-of-before-another-life-believed", Swarm::Failovers),
     mirror("late-word-of-a-former-life-believed", Swarm::Failovers),
     mirror("cut-before-it-is-stable", Swarm::Failovers),
+    mirror("flush-of-a-transfer-not-waited-for", Swarm::Copies),
+    mirror("slots-written-under-an-ended-order", Swarm::Copies),
+    mirror("place-of-another-transfer-kept", Swarm::Copies),
+    mirror("copy-not-asked-again", Swarm::Copies),
     mirror("final-point-kept-over-a-recovery", Swarm::Restored),
     mirror("joiner-counted-complete", Swarm::Mirrors),
     // Where all that this forced change asks for has answered, a target can open without it.

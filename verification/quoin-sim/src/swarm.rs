@@ -83,6 +83,8 @@ pub enum Swarm {
     Failovers,
     /// The same, with records of either side that are restored from old copies.
     Restored,
+    /// Points of a volume that are copied to another cluster, by real targets and pools on both sides.
+    Copies,
     /// Many volumes without a data path: grants, fences, devices, tokens and copies by the records.
     Control,
 }
@@ -122,6 +124,7 @@ impl Swarm {
         Swarm::Mirrors,
         Swarm::Failovers,
         Swarm::Restored,
+        Swarm::Copies,
         Swarm::Control,
     ];
 
@@ -160,6 +163,7 @@ impl Swarm {
             Swarm::Mirrors => "mirrors",
             Swarm::Failovers => "failovers",
             Swarm::Restored => "restored",
+            Swarm::Copies => "copies",
             Swarm::Control => "control",
         }
     }
@@ -266,6 +270,46 @@ impl Swarm {
                 },
                 times: TimeShape { lease_ms: &[500, 1000], ..small.times },
                 load: LoadShape { clients: (2, 4), ..small.load },
+                ..small
+            },
+            Swarm::Copies => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (2, 2), (3, 1)],
+                apart: true,
+                faults: FaultShape {
+                    kinds: &[
+                        (Failover, 12),
+                        (OwnerIsolated, 10),
+                        (TargetCrash, 14),
+                        (TargetPause, 6),
+                        (TargetShutdown, 4),
+                        (DelayStorm, 4),
+                        (Partition, 4),
+                        (PartitionOneWay, 4),
+                        (ReplicaCrash, 8),
+                        (ConnectionCut, 8),
+                        (ControlLate, 3),
+                        (PowerOne, 5),
+                        (PowerSome, 8),
+                        (PowerAll, 8),
+                        (SlowDisk, 4),
+                    ],
+                    count: (4, 14),
+                    horizon_ms: (6_000, 16_000),
+                    ..small.faults
+                },
+                times: TimeShape {
+                    lease_ms: &[500, 1000],
+                    sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
+                    ..small.times
+                },
+                load: LoadShape {
+                    clients: (1, 3),
+                    think_ns: (5 * MILLISECOND, 120 * MILLISECOND),
+                    holes: 6,
+                    ios_min: 60,
+                    ..small.load
+                },
                 ..small
             },
             Swarm::Detaches => Shape {

@@ -59,7 +59,7 @@ impl World {
             self.schedule.after(delay, Event::Client { queue, turn });
             return;
         }
-        if self.operators.snapshots.detaches_clients() {
+        if self.operators.snapshots.detaches_clients() || self.operators.copying.is_detached() {
             self.schedule.after(20 * MILLISECOND, Event::Client { queue, turn });
             return;
         }
@@ -96,7 +96,7 @@ impl World {
         if self.sharers.is_on() {
             return self.share_request(queue, tag);
         }
-        let operation = draft.operation(self.setup.seed, tag);
+        let operation = draft.operation(self.setup.run, tag);
         let request = Request { token: u64::from(tag), operation, origin: None };
         if let Some(request) = self.admit(home, queue, request) {
             self.feed_target(home, vec![PrimaryEvent::Submit(request)]);

@@ -321,7 +321,7 @@ impl Groups {
         }
         let mut last_issued = BTreeMap::new();
         for (n, (world, path)) in self.worlds.iter().zip(&paths).enumerate() {
-            let writes: BTreeSet<_> = world.checkers.lineage.writes_on(world.setup.seed, path);
+            let writes: BTreeSet<_> = world.checkers.lineage.writes_on(world.setup.run, path);
             let issued = |tag| world.operators.points.issued.get(&tag).map(|at| (*at, tag));
             if let Some(last) = writes.into_iter().filter_map(issued).max() {
                 last_issued.insert(n, last);

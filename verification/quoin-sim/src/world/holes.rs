@@ -112,7 +112,7 @@ impl World {
         let draft = Draft::Trim { sector: block * whole, sectors: whole, fua: false };
         let tag = self.checkers.history.invoke(draft, asked);
         self.clients.tokens.insert(u64::from(tag), HOLES_QUEUE);
-        let operation = draft.operation(self.setup.seed, tag);
+        let operation = draft.operation(self.setup.run, tag);
         Request { token: u64::from(tag), operation, origin: None }
     }
 

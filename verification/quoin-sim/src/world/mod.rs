@@ -7,6 +7,8 @@ mod checkers;
 mod clients;
 mod connections;
 mod control;
+mod copies;
+mod copying;
 mod durability;
 mod faults;
 mod fences;
@@ -58,6 +60,7 @@ use crate::schedule::{Instant, Schedule};
 use crate::stats::{Stats, Violation};
 use crate::trace::Trace;
 
+pub(crate) use copies::Copies;
 pub(crate) use groups::Groups;
 pub(crate) use mirrors::Mirrors;
 pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};

@@ -1,6 +1,7 @@
 //! People who change a volume or its surroundings while everything else goes on. Each draws from a
 //! chance of its own, so that runs without it stay what they were.
 
+use super::copying::Copying;
 use super::durability::DurabilityChanges;
 use super::growth::Growth;
 use super::holes::Holes;
@@ -23,4 +24,5 @@ pub(crate) struct Operators {
     pub limits: VolumeLimits,
     pub holes: Holes,
     pub durability: DurabilityChanges,
+    pub copying: Copying,
 }

@@ -228,6 +228,7 @@ impl World {
 
     /// IO goes on for every client, enough was asked, every replica is in sync.
     fn recovered(&self) -> Result<(), String> {
+        self.operators.copying.settled()?;
         let owner = self.control.record.owner;
         let Some(process) = &self.targets[owner].process else {
             return Err("the owner's target does not run".into());

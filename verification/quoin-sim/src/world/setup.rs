@@ -10,6 +10,7 @@ use quoin_types::{
 
 use super::clients::Clients;
 use super::control::Control;
+use super::copying::Copying;
 use super::durability::DurabilityChanges;
 use super::fences::Fences;
 use super::growth::Growth;
@@ -106,6 +107,8 @@ pub struct RunOptions {
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub seed: u64,
+    /// Number that contents name: that of another volume where this one is its copy.
+    pub run: u64,
     pub mutant: Option<Mutant>,
     /// Bit i: the i-th planned fault is left out.
     dropped: u32,
@@ -237,6 +240,11 @@ impl Setup {
 
 impl World {
     pub fn new(options: RunOptions) -> Self {
+        Self::with(options, Copying::default())
+    }
+
+    /// A world whose volume takes part in the copying of points.
+    pub fn with(options: RunOptions, copying: Copying) -> Self {
         let mut random = Random::new(options.seed);
         let shape = options.swarm.shape(&mut random);
         let (rf, cf) = match &shape {
@@ -291,6 +299,7 @@ impl World {
         };
         let setup = Setup {
             seed: options.seed,
+            run: copying.run().unwrap_or(options.seed),
             mutant: options.mutant,
             dropped: options.dropped,
             profile,
@@ -327,7 +336,7 @@ impl World {
             clients = shape.load.clients;
         }
         let holes = Holes::draw(options.seed, options.swarm);
-        if let Some(volume_blocks) = holes.volume_blocks() {
+        if let Some(volume_blocks) = holes.volume_blocks().or(copying.volume_blocks()) {
             (setup.volume_blocks, setup.config.volume_blocks) = (volume_blocks, volume_blocks);
         }
         let volume_blocks = setup.volume_blocks;
@@ -380,11 +389,13 @@ impl World {
                 limits: VolumeLimits::draw(seed, swarm),
                 holes,
                 durability,
+                copying,
             },
             faults: Default::default(),
             checkers: Default::default(),
             random,
         };
+        world.checkers.history.begin_behind(world.operators.copying.first_tag());
         if let Some(source) = world.setup.source.clone() {
             world.checkers.history.begin_with(source.image(options.seed));
             let begun = world.checkers.lineage.begin_with(options.seed, &source.as_begun());

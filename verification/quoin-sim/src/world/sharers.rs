@@ -276,7 +276,7 @@ impl World {
                 let Some((number, low)) = numbered else { continue };
                 origin = Some(Origin { client: link.client, number, low });
             }
-            let operation = draft.operation(self.setup.seed, held.tag);
+            let operation = draft.operation(self.setup.run, held.tag);
             let request = Request { token: link.token(held.tag), operation, origin };
             link.sent.push(held.tag);
             events.push(PrimaryEvent::Submit(request));

@@ -37,6 +37,8 @@ pub(crate) struct Snapshots {
     reverts_left: u64,
     /// The Revert that the clients wait for, once they are detached.
     reverting: Option<Revert>,
+    /// The snapshot that the volume went back to last, and the LSN at which that was done.
+    pub reverted: Option<(SnapshotId, Lsn)>,
 }
 
 /// A Revert that is wished for.
@@ -54,7 +56,14 @@ impl Snapshots {
             matches!(swarm, Swarm::Snapshots | Swarm::Clones | Swarm::Exports | Swarm::ManyVolumes);
         let times_left = if has_them { random.between(3, 14) } else { 0 };
         let reverts_left = if has_them { random.between(0, 4) } else { 0 };
-        Self { random, times_left, known: BTreeMap::new(), reverts_left, reverting: None }
+        Self {
+            random,
+            times_left,
+            known: BTreeMap::new(),
+            reverts_left,
+            reverting: None,
+            reverted: None,
+        }
     }
 
     fn open(&self) -> impl Iterator<Item = (SnapshotId, SnapshotWish)> {
@@ -90,6 +99,11 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Returns true if it was ever wished for.
+    pub fn knows(&self, id: SnapshotId) -> bool {
+        self.known.contains_key(&id)
+    }
+
     /// Snapshots that are there, with their LSNs.
     pub fn made(&self) -> Vec<(SnapshotId, Lsn)> {
         let made = self.known.iter().filter_map(|(id, state)| match state {
@@ -106,11 +120,12 @@ impl Snapshots {
 
     /// A target's answer to a Revert; true if the volume shows the snapshot now.
     pub fn reverted(&mut self, attempt: SnapshotId, outcome: RevertOutcome) -> bool {
-        if self.reverting.take_if(|revert| revert.attempt == attempt).is_none() {
+        let Some(revert) = self.reverting.take_if(|revert| revert.attempt == attempt) else {
             return false;
-        }
+        };
         let is_done = matches!(outcome, RevertOutcome::Done { .. });
-        if is_done {
+        if let RevertOutcome::Done { lsn, .. } = outcome {
+            self.reverted = Some((revert.snapshot, lsn));
             // Its record in the history is not needed any more.
             self.known.insert(attempt, State::Wished(SnapshotWish::Delete));
         }
@@ -227,6 +242,23 @@ impl World {
         self.stats.operators.snapshots += 1;
         self.send_snapshots();
         self.plan_snapshots();
+    }
+
+    /// A mirror wishes for a snapshot.
+    pub(crate) fn wish_for_snapshot(&mut self, id: SnapshotId) {
+        if self.operators.snapshots.known.contains_key(&id) {
+            return;
+        }
+        self.operators.snapshots.known.insert(id, State::Wished(SnapshotWish::Make));
+        self.send_snapshots();
+    }
+
+    /// A mirror has the volume go back to a snapshot, once at a time.
+    pub(crate) fn wish_for_revert(&mut self, snapshot: SnapshotId, attempt: SnapshotId) {
+        if self.operators.snapshots.reverting.is_none() {
+            self.operators.snapshots.reverting = Some(Revert { snapshot, attempt });
+            self.send_revert();
+        }
     }
 
     /// A snapshot that no point counts is deleted, whether it was made or not.

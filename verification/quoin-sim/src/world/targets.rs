@@ -17,6 +17,7 @@ use quoin_types::{
 
 use super::checkers::{LostInBatch, Observation};
 use super::connections::{Name, name};
+use super::copying::Feeds;
 use super::limits::Limited;
 use super::{Event, World, brief};
 use crate::control::Question;
@@ -50,6 +51,8 @@ pub(crate) struct Process {
     /// `None`: the volume has no limit.
     pub(super) limited: Option<Limited>,
     pub(super) orders: Orders,
+    /// `None`: the volume is no copy.
+    pub(super) feeds: Option<Feeds>,
 }
 
 /// Answers of the control plane to a target.
@@ -131,6 +134,7 @@ impl World {
             stalled: None,
             limited: self.limited(now),
             orders: Orders::new(options),
+            feeds: self.operators.copying.feeds(),
         });
         self.observe(&Observation::TargetStarted { target });
         self.dials_begin(target);
@@ -187,6 +191,9 @@ impl World {
             }
             process.target.on(round.at(now), event, &mut actions);
         }
+        while let Some(event) = process.next_of_feed() {
+            process.target.on(round.at(now), event, &mut actions);
+        }
         // Here what all events brought is committed, and sessions end whose peers are silent for too
         // long.
         let at_end = process.counted_before(actions.len());
@@ -205,6 +212,7 @@ impl World {
         }
         self.observe(&Observation::ActionsDone { target });
         self.observe(&Observation::BatchEnded { target });
+        self.feed_goes_on(target);
     }
 
     fn target_action(&mut self, target: usize, action: PrimaryAction) {
@@ -246,6 +254,9 @@ impl World {
                 self.target_sends(target, bulk.session, Some(bulk.number), message);
             }
             PrimaryAction::Reply(reply) => self.target_replies(target, life, reply),
+            PrimaryAction::Changes { token, answer } if self.operators.copying.is_on() => {
+                self.operators.copying.parts.push((token, answer));
+            }
             PrimaryAction::Changes { token, answer } => self.pulled(token, answer),
             PrimaryAction::Timer { at } => {
                 if let Some(process) = &mut self.targets[target].process {
@@ -349,7 +360,7 @@ impl World {
         if let EntryKind::View(view) = &entry.kind {
             self.observe(&Observation::ViewSent { target, lsn: entry.lsn, view });
         }
-        if let Err(broken) = self.checkers.lineage.observe(self.setup.seed, entry) {
+        if let Err(broken) = self.checkers.lineage.observe(self.setup.run, entry) {
             self.violate(broken.invariant, broken.detail);
         }
     }
@@ -443,6 +454,7 @@ impl World {
     fn target_note(&mut self, target: usize, life: u32, note: PrimaryNote) {
         self.trace.line(self.schedule.now(), || format!("target {target} notes: {note:?}"));
         self.point_noted(target, life, &note);
+        self.feed_noted(target, &note);
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
             PrimaryNote::Opening { epoch } => {
@@ -545,6 +557,9 @@ impl World {
     }
 
     fn target_replies(&mut self, target: usize, life: u32, reply: Reply) {
+        if self.feed_replied(target, &reply) {
+            return;
+        }
         let Reply { token, result } = reply;
         let heard = match self.sharers.is_on() {
             true => {

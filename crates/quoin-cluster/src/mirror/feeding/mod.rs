@@ -151,7 +151,7 @@ impl<T> Feeding<T> {
     /// The volume is served under another epoch, or not any more: slots that are not on stable media may be lost
     /// with the one under which they were written.
     pub fn not_served(&mut self) {
-        if self.order.is_some() && !mutant::is("slots-believed-under-another-epoch") {
+        if self.order.is_some() {
             self.begin_anew(Refused::NotServed);
         }
     }

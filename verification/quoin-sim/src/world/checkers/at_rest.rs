@@ -101,7 +101,7 @@ impl AtRest {
 /// All replicas that are in sync hold the same slots, and those of the one history.
 fn check_identical(scene: &mut Scene<'_>) -> Result<(), Broken> {
     let Some(path) = scene.lineage.path(scene.served_epoch) else { return Ok(()) };
-    let image = scene.lineage.image(scene.setup.seed, path, Lsn(u64::MAX));
+    let image = scene.lineage.image(scene.setup.run, path, Lsn(u64::MAX));
     for pool in scene.known_pools() {
         check_held(scene, pool, ReadView::Live, &image)?;
     }
@@ -112,7 +112,7 @@ fn check_identical(scene: &mut Scene<'_>) -> Result<(), Broken> {
 fn check_snapshots(scene: &mut Scene<'_>) -> Result<(), Broken> {
     let Some(path) = scene.lineage.path(scene.served_epoch) else { return Ok(()) };
     let listed = scene.lineage.snapshots(path);
-    let images = listed.iter().map(|(_, lsn)| scene.lineage.image(scene.setup.seed, path, *lsn));
+    let images = listed.iter().map(|(_, lsn)| scene.lineage.image(scene.setup.run, path, *lsn));
     let images: Vec<Image> = images.collect();
     if let Some(detail) = scene.operators.snapshots.differs_from(&listed) {
         return broken("SnapshotSurvives", detail);
@@ -149,7 +149,7 @@ fn check_pulls(scene: &mut Scene<'_>) -> Result<(), Broken> {
         }
         let image = images
             .entry(asked.to)
-            .or_insert_with(|| scene.lineage.image(scene.setup.seed, path, asked.to));
+            .or_insert_with(|| scene.lineage.image(scene.setup.run, path, asked.to));
         let (request, from) = (&asked.request, asked.from);
         let end = next.unwrap_or(scene.setup.volume_blocks);
         for block in request.cursor..end {
@@ -165,7 +165,7 @@ fn check_pulls(scene: &mut Scene<'_>) -> Result<(), Broken> {
                 Some(true) => may_be_hole && from > Lsn::ZERO,
                 Some(false) if !request.want_data => true,
                 Some(false) => matches!(data, Some(Content::Data { data, .. })
-                    if content::tags_of_block(scene.setup.seed, block, data) == Ok(tags)),
+                    if content::tags_of_block(scene.setup.run, block, data) == Ok(tags)),
             };
             if !is_right {
                 let detail = format!(
@@ -224,7 +224,7 @@ fn differences(
             Content::Hole => Ok(content::ZERO),
             Content::Data { data, .. } => {
                 debug_assert_eq!(data.len(), BLOCK_SIZE);
-                content::tags_of_block(scene.setup.seed, block, data).map_err(Some)
+                content::tags_of_block(scene.setup.run, block, data).map_err(Some)
             }
             Content::Bad => Err(None),
         };

@@ -182,7 +182,7 @@ impl Durability {
             self.owed.retain(|seen, _| lineage.is_on(path, *seen));
             return Ok(());
         }
-        let image = lineage.image(scene.setup.seed, path, Lsn(u64::MAX));
+        let image = lineage.image(scene.setup.run, path, Lsn(u64::MAX));
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
         let result = scene.history.cut(image, serving, over, holds);
         self.owed.retain(|seen, _| lineage.is_on(path, *seen));
@@ -220,7 +220,7 @@ impl Durability {
             op.targets.iter().all(|target| had_served(*target)) || lineage.was_sent(op.tag)
         };
         let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
-        let image = lineage.image(scene.setup.seed, path, Lsn(u64::MAX));
+        let image = lineage.image(scene.setup.run, path, Lsn(u64::MAX));
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
         let result = scene.history.cut(image, serving, over, holds);
         result.or_else(|unlinear| broken("Linearizable", unlinear.story))
@@ -520,7 +520,7 @@ fn read_tags(
     }
     let mut tags = Vec::with_capacity(sectors as usize);
     for (at, piece) in (sector..).zip(data.iter().flat_map(|chunk| chunk.chunks(SECTOR))) {
-        let tag = content::tag_of(scene.setup.seed, at, piece)
+        let tag = content::tag_of(scene.setup.run, at, piece)
             .map_err(|wrong| format!("wrong bytes: {wrong:?}"))?;
         if !scene.history.wrote(tag, at) {
             return Err(format!("sector {at} names op {tag}, which never wrote it"));
