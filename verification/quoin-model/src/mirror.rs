@@ -53,6 +53,7 @@ broken! {
     UnpinnedEarly, "unpinned-before-the-peer-recorded", "the primary drops the last common point as it offers the next one";
     OtherBaseWithoutARevert, "other-base-without-a-revert", "a transfer begins on whatever the view shows";
     RevertedUnderAnOrder, "reverted-under-an-order", "a transfer reverts while the former one may still be fed";
+    PromotedUnderAnOrder, "promoted-under-an-order", "a promotion ends no order, which the targets that open next have too";
     RestoredRoleBelieved, "role-of-restored-records-believed", "a recovery takes the role of the records, not of the pools";
     TransferKeptOverARecovery, "transfer-kept-over-a-recovery", "a recovery goes on with the transfer of its records";
     CompleteOfRestoredBelieved, "complete-of-restored-records-believed", "a promotion takes the complete point of restored records for the last one";

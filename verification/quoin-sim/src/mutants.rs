@@ -306,6 +306,7 @@ pub const ALL: &[Defect] = &[
         .like("unpinned-before-the-peer-recorded"),
     mirror("other-base-without-a-revert", Swarm::Failovers).like("other-base-without-a-revert"),
     mirror("reverted-under-an-order", Swarm::Failovers).like("reverted-under-an-order"),
+    mirror("promoted-under-an-order", Swarm::Failovers).like("promoted-under-an-order"),
     mirror("role-of-restored-records-believed", Swarm::Restored)
         .like("role-of-restored-records-believed"),
     mirror("transfer-kept-over-a-recovery", Swarm::Restored).like("transfer-kept-over-a-recovery"),

@@ -498,6 +498,14 @@ impl Brain {
         })
     }
 
+    /// No member that reported takes slots, one that joins neither.
+    fn are_stopped(&self) -> bool {
+        let members = self.record.members.iter();
+        members
+            .filter_map(|member| self.members.get(&member.volume))
+            .all(|seen| self.takes_no_slots(seen))
+    }
+
     fn promoting(&self, now: Now) -> Option<Record> {
         let record = &self.record;
         let claim = record.claims.promoting?;
@@ -514,7 +522,8 @@ impl Brain {
         let is_there = self.is_at(claim.point)
             || mutant::is("promoted-without-a-revert")
             || mutant::is("in-flight-of-the-record-believed") && record.receiving.is_none();
-        if !is_there || !self.all(|member| member.fenced == record.fence) {
+        let is_fenced = self.all(|member| member.fenced == record.fence);
+        if !is_there || !is_fenced || !self.are_stopped() {
             return None;
         }
         let mut number = claim.number;
@@ -555,7 +564,7 @@ impl Brain {
             self.all(|member| member.lost == record.lost) || mutant::is("resync-without-lost");
         let is_back = base.is_none_or(|base| self.is_at(base));
         let is_fenced = self.all(|member| member.fenced == record.fence);
-        if !is_kept || !is_back || !is_fenced || !self.may_discard() {
+        if !is_kept || !is_back || !is_fenced || !self.are_stopped() || !self.may_discard() {
             return None;
         }
         self.changed(|record| {

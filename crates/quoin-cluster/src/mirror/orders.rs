@@ -18,7 +18,8 @@ impl Brain {
             let mut orders = Vec::new();
             self.keep_role(seen, &mut orders);
             match record.role {
-                Role::Off | Role::Diverged => {}
+                Role::Off => {}
+                Role::Diverged => self.end_feed(seen, &mut orders),
                 Role::Primary => self.drop_given_up(seen, &mut orders),
                 Role::Demoting => self.cut_last(seen, &mut orders),
                 Role::Secondary => self.receive_slots(member, seen, &mut orders),
@@ -26,9 +27,10 @@ impl Brain {
                 Role::Resyncing => self.discard(seen, &mut orders),
                 Role::Orphan => {
                     let complete = record.points.complete;
-                    if seen.order.is_some() {
-                        orders.push(Order::Stop);
-                    } else if let Some(point) = complete.filter(|_| seen.at != complete) {
+                    self.end_feed(seen, &mut orders);
+                    if let Some(point) = complete.filter(|_| seen.at != complete)
+                        && self.takes_no_slots(seen)
+                    {
                         orders.push(Order::Revert(point));
                     }
                 }
@@ -39,6 +41,18 @@ impl Brain {
         }
         self.make_point(out);
         self.ship(out);
+    }
+
+    /// Returns true once no target of the member takes slots, and none that opens it later will: the end of its
+    /// order is what the next one is told.
+    pub(super) fn takes_no_slots(&self, seen: &Observed) -> bool {
+        seen.order.is_none() && seen.stamp >= self.stamp() || mutant::is("promoted-under-an-order")
+    }
+
+    fn end_feed(&self, seen: &Observed, orders: &mut Vec<Order>) {
+        if !self.takes_no_slots(seen) {
+            orders.push(Order::Stop);
+        }
     }
 
     fn keep_role(&self, seen: &Observed, orders: &mut Vec<Order>) {
@@ -122,9 +136,12 @@ impl Brain {
 
     fn go_back(&self, seen: &Observed, orders: &mut Vec<Order>) {
         let Some(claim) = self.record.claims.promoting else { return };
+        // A fence ends what was granted, and no order: a target that opens the member next goes on with that.
+        self.end_feed(seen, orders);
         if seen.fenced != self.record.fence {
             orders.push(Order::Fence(self.record.fence));
         } else if self.all(|member| member.fenced == self.record.fence)
+            && self.takes_no_slots(seen)
             && seen.holds(claim.point)
             && seen.at != Some(claim.point)
         {
@@ -134,8 +151,12 @@ impl Brain {
 
     fn discard(&self, seen: &Observed, orders: &mut Vec<Order>) {
         let record = &self.record;
+        self.end_feed(seen, orders);
         if seen.fenced != record.fence {
             return orders.push(Order::Fence(record.fence));
+        }
+        if !self.takes_no_slots(seen) {
+            return;
         }
         let all_fenced = self.all(|member| member.fenced == record.fence);
         let base = self.newest_of_both();

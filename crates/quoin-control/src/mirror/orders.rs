@@ -347,9 +347,9 @@ impl Mirrors {
         match brain.role {
             Role::Primary => {
                 self.introduce(live, record);
-                self.end_left(live, record).await?;
+                self.end_left(record).await?;
             }
-            Role::Secondary => self.end_left(live, record).await?,
+            Role::Secondary => self.end_left(record).await?,
             Role::Off => self.end_mirror(live, record).await?,
             Role::Orphan => self.end_orphan(record).await?,
             _ => {}
@@ -393,7 +393,7 @@ impl Mirrors {
 
     /// Volumes that left the group become ordinary ones. The first side's are so at once, unless it died in
     /// between; a copy goes to its newest point first.
-    async fn end_left(&self, live: &Live, record: &MirrorRecord) -> Result<(), Error> {
+    async fn end_left(&self, record: &MirrorRecord) -> Result<(), Error> {
         if record.is_volume {
             return Ok(());
         }
@@ -410,12 +410,25 @@ impl Mirrors {
                 leaving::release(&self.state, group, id).await?;
                 continue;
             }
-            let stamp = live.stamps.get(&id).copied().unwrap_or_default();
+            let stopped = self.state.mirrored.feed(id).filter(|order| order.token.is_empty());
+            let stamp = match stopped {
+                Some(order) if order.term == brain.term => {
+                    Stamp { term: order.term, version: order.version }
+                }
+                _ => {
+                    let (term, version) = (brain.term, record.version);
+                    self.order_feed(id, FeedOrder { term, version, ..FeedOrder::default() });
+                    Stamp { term, version }
+                }
+            };
             let seen = observe::observe(&self.state, group, volume, (0, stamp));
+            let takes_slots = seen.order.is_some() || seen.stamp < stamp;
+            if takes_slots && volume.attachments.is_empty() {
+                continue;
+            }
             let message = match seen.points.last() {
                 Some(newest) if seen.at != Some(*newest) && volume.attachments.is_empty() => {
                     // The view is on its way to a point that never comes.
-                    self.order_feed(id, FeedOrder::default());
                     self.revert(volume, *newest).await?;
                     continue;
                 }

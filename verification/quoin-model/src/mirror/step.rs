@@ -469,6 +469,10 @@ impl World {
             fence(&mut after.sides[x]);
             return next.push(("all members are fenced", x, after));
         }
+        if side.order.is_some() && !self.is(Broken::PromotedUnderAnOrder) {
+            end_order(&mut after.sides[x]);
+            return next.push(("the order of the promoted side is ended", x, after));
+        }
         let believes = self.is(Broken::InFlightBelieved) && side.record.receiving.is_none();
         let goes_on = believes || self.is(Broken::PromotedWithoutARevert);
         if !state.shows(x, claim.point) && !goes_on {
@@ -513,6 +517,10 @@ impl World {
         let Some(word) = side.heard else { return };
         let base = newest(word.held & side.held());
         let mut after = *state;
+        if side.order.is_some() && !self.is(Broken::PromotedUnderAnOrder) {
+            end_order(&mut after.sides[x]);
+            return next.push(("the order of the resynced side is ended", x, after));
+        }
         let content = side.volumes.iter().fold(0, |all, volume| match volume.live {
             Live::Whole(writes) => all | writes,
             Live::Fed(_) | Live::Mixed => all,
@@ -708,9 +716,10 @@ fn end_order(side: &mut Side) {
     side.volumes.iter_mut().for_each(|volume| volume.is_fed = false);
 }
 
-/// A higher epoch: clients and orders of before end.
+/// A higher epoch: clients of before end. The order stands: targets that open the members next have it too.
 fn fence(side: &mut Side) {
-    end_order(side);
+    // It begins anew there.
+    side.volumes.iter_mut().for_each(|volume| volume.is_fed = false);
     side.is_fenced = true;
     side.is_writable = false;
 }

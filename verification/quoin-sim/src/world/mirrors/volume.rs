@@ -2,7 +2,7 @@
 //! granted to clients and to the target that takes slots, and what its pools keep.
 
 use quoin_cluster::mirror::feed::{Feed, Slot};
-use quoin_cluster::mirror::{Keepsake, Observed, Order, Stamp};
+use quoin_cluster::mirror::{Keepsake, Observed, Order, Stamp, Transfer};
 use quoin_types::ids::PointId;
 
 pub type Tag = u32;
@@ -39,6 +39,8 @@ pub struct Volume {
     fenced: u128,
     seen: Stamp,
     feed: Feed,
+    /// The order to take slots that its controller has: the next target that opens the volume is told it.
+    ordered: Option<(Transfer, u128, u64)>,
     /// Epoch under which the target was lent.
     feed_epoch: u64,
     /// Slots that are on media.
@@ -64,6 +66,7 @@ impl Volume {
             fenced: 0,
             seen: Stamp::default(),
             feed: Feed::default(),
+            ordered: None,
             feed_epoch: 0,
             stable_to: 0,
             unsynced: Vec::new(),
@@ -128,8 +131,18 @@ impl Volume {
             }
         }
         self.unsynced.clear();
+        self.open();
+    }
+
+    /// Another target opens the volume, with the order of its controller.
+    fn open(&mut self) {
         self.feed = Feed::default();
         self.stable_to = 0;
+        if let Some((transfer, token, from)) = self.ordered {
+            self.feed.order(transfer, token, from);
+            self.feed_epoch = self.epoch;
+            self.stable_to = from;
+        }
     }
 
     /// Returns true unless a later order was seen.
@@ -148,9 +161,9 @@ impl Volume {
                 if self.fenced != fence {
                     self.epoch += 1;
                     self.fenced = fence;
-                    self.feed.stop();
                     self.client = None;
                     self.sync();
+                    self.open();
                 }
                 Effect::Nothing
             }
@@ -186,6 +199,7 @@ impl Volume {
                 Effect::Overwrote(former)
             }
             Order::Receive { transfer, token, from } => {
+                self.ordered = Some((transfer, token, from));
                 if self.feed.ordered() != Some((transfer, token)) {
                     self.feed.order(transfer, token, from);
                     self.feed_epoch = self.epoch;
@@ -198,6 +212,7 @@ impl Volume {
                 Effect::Nothing
             }
             Order::Stop => {
+                self.ordered = None;
                 self.feed.stop();
                 self.sync();
                 Effect::Nothing
