@@ -377,3 +377,110 @@ fn a_transfer_begins_once_no_older_order_is_on_its_way_and_the_copy_is_large_eno
     assert!(!is_begun(7, 19), "it is too small for its slots");
     assert!(is_begun(7, 20));
 }
+
+/// A copy of the other side's first generation.
+fn copy() -> Record {
+    let generation = Generation { number: 1, cluster: CLUSTERS[1], id: 0 };
+    let chain = Chain::new(Begun { generation, at: None });
+    Record { role: Role::Secondary, chain, ..primary() }
+}
+
+/// The chain goes on with a second generation of this cluster.
+fn goes_on(chain: &Chain, cluster: ClusterId) -> Chain {
+    let mut chain = chain.clone();
+    let generation = Generation { number: 2, cluster, id: 0 };
+    chain.push(Begun { generation, at: Some(POINT) });
+    chain
+}
+
+#[test]
+fn a_side_is_promoted_once_no_target_takes_slots_and_none_that_opens_later_will() {
+    break_a_rule();
+    let claim = Claim { number: 2, point: POINT, id: 7 };
+    let claims = record::Claims { promoting: Some(claim), ..record::Claims::default() };
+    let record = Record { role: Role::Promoting, fence: 5, claims, ..copy() };
+    let transfer = Transfer { point: PointId(10), base: Some(POINT) };
+    let after = |order: Option<(Transfer, u128)>, version: u64| {
+        let mut brain = Brain::new(now(0), record.clone(), 7);
+        let stamp = Stamp { term: record.term, version };
+        let member = seen(1, &record, &[POINT]);
+        let member = Observed { fenced: 5, at: Some(POINT), order, stamp, ..*member };
+        let mut out = Vec::new();
+        brain.on(now(1), Event::Observed(VOLUME, Box::new(member)), &mut out);
+        let is_stop = |action: &Action| matches!(action, Action::Member { order: Order::Stop, .. });
+        (stored(&out).map(|record| record.role), out.iter().any(is_stop))
+    };
+    assert_eq!(after(Some((transfer, 4)), 7), (None, true), "a target takes slots");
+    assert_eq!(after(None, 6), (None, true), "the next target may be told the order of before");
+    assert_eq!(after(None, 7), (Some(Role::Primary), false));
+}
+
+#[test]
+fn a_promotion_to_a_point_that_is_gone_turns_back() {
+    break_a_rule();
+    let claim = Claim { number: 2, point: POINT, id: 7 };
+    let claims = record::Claims { promoting: Some(claim), ..record::Claims::default() };
+    let record = Record { role: Role::Promoting, fence: 5, claims, ..copy() };
+    let mut out = Vec::new();
+    let mut brain = Brain::new(now(0), record.clone(), 7);
+    brain.on(now(1), Event::Observed(VOLUME, seen(1, &record, &[])), &mut out);
+    let next = stored(&out).expect("nothing brings the point back");
+    assert_eq!((next.role, next.is_unsure), (Role::Secondary, true));
+}
+
+#[test]
+fn a_cursor_is_never_above_what_is_stable() {
+    break_a_rule();
+    let transfer = Transfer { point: POINT, base: None };
+    let receiving = record::Receiving {
+        transfer,
+        is_begun: true,
+        cursors: vec![0],
+        token: 4,
+        cut_ms: 0,
+        blocks: vec![1 << 20],
+    };
+    let record = Record { receiving: Some(receiving), ..copy() };
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 7), Session::new(8));
+    let order = Some((transfer, 4));
+    let member = Observed {
+        order,
+        blocks: 1 << 20,
+        taken_to: 90_000,
+        stable_to: 20_000,
+        ..*seen(1, &record, &[])
+    };
+    brain.on(now(0), Event::Observed(VOLUME, Box::new(member)), &mut Vec::new());
+    let own = Word { role: Role::Primary, ..word(&record) };
+    let actions = hear(&mut brain, &mut peer, own);
+    let receiving = stored(&actions).and_then(|record| record.receiving.as_ref());
+    assert_eq!(receiving.map(|receiving| receiving.cursors.clone()), Some(vec![20_000]));
+}
+
+#[test]
+fn a_side_that_does_not_know_what_it_holds_is_not_diverged_yet() {
+    break_a_rule();
+    let chain = goes_on(&copy().chain, CLUSTERS[1]);
+    let role_by = |is_unsure: bool| {
+        let record = Record { is_unsure, chain: chain.clone(), ..copy() };
+        let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+        let forked = goes_on(&copy().chain, CLUSTERS[0]);
+        let other = Word { role: Role::Primary, chain: forked, ..word(&record) };
+        stored(&hear(&mut brain, &mut peer, other)).map(|record| record.role)
+    };
+    assert_eq!(role_by(true), None);
+    assert_eq!(role_by(false), Some(Role::Diverged));
+}
+
+#[test]
+fn a_forgotten_final_point_is_cut_again_also_where_the_other_side_has_not_followed() {
+    break_a_rule();
+    let chain = goes_on(&copy().chain, CLUSTERS[0]);
+    let record = Record { chain, ..copy() };
+    let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+    let other = Word { chain: copy().chain, ..word(&record) };
+    let actions = hear(&mut brain, &mut peer, other);
+    let next = stored(&actions).expect("nobody wrote since");
+    assert_eq!(next.role, Role::Demoting);
+    assert!(next.points.last.is_some());
+}
