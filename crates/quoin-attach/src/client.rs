@@ -8,7 +8,7 @@ use zeroize::Zeroizing;
 
 use super::Error;
 use super::protocol::{
-    AttachVolume, Attached, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
+    AttachVolume, Attached, DetachedHere, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
 };
 
 /// A client. Each call uses a connection of its own: the daemon may be restarted between any two.
@@ -81,6 +81,14 @@ impl AttachClient {
     /// Fails all IO of a device that was made for an earlier use than another node's.
     pub async fn served_elsewhere(&self, served: ServedElsewhere) -> Result<(), Error> {
         match self.call(&Request::ServedElsewhere(served)).await? {
+            Response::Ended { .. } => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Removes a device whose volume is not attached to this host any more, or fails its IO.
+    pub async fn detached(&self, detached: DetachedHere) -> Result<(), Error> {
+        match self.call(&Request::Detached(detached)).await? {
             Response::Ended { .. } => Ok(()),
             other => Err(unexpected(other)),
         }

@@ -19,13 +19,17 @@ use super::device::{Device, Host, check, check_name};
 use super::holder::Holder;
 use super::keys;
 use super::protocol::{
-    AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
+    AttachVolume, Attached, DetachedHere, Kind, LINE_BYTES_MAX, Request, Response, ServedElsewhere,
+    Usage,
 };
 use super::{AtShutdown, Error, Options};
 use crate::fuse::mount;
+use crate::loopdev::LoopError;
 
 const DRAIN_POLL: Duration = Duration::from_millis(100);
 const CLIENTS_MAX: usize = 64;
+/// Time that a device of a detached volume has to go: a program that has it open keeps it.
+const REMOVAL_MAX: Duration = Duration::from_millis(300);
 /// Limit of a volume's name.
 const LINK_NAME_BYTES_MAX: usize = 128;
 
@@ -208,6 +212,7 @@ impl Daemon {
             Request::Link { volume, name } => self.link(volume, name).await.map(Response::Ok),
             Request::End { volume } => self.end(volume).await.map(|did| Response::Ended { did }),
             Request::ServedElsewhere(served) => self.served_elsewhere(served).await,
+            Request::Detached(detached) => self.detached(detached),
             Request::Usage {} => Ok(Response::Usage(self.usage().await)),
         };
         result.unwrap_or_else(|error| Response::Error {
@@ -218,6 +223,7 @@ impl Daemon {
 
     async fn attach(&self, request: AttachVolume) -> Result<Attached, Error> {
         check(&request)?;
+        self.host.abort_handles.is_asked_for(&request.volume);
         let this = self.clone();
         self.with_slot(request.volume.clone(), move |slot| {
             // A dead device without users serves no purpose.
@@ -321,6 +327,51 @@ impl Daemon {
         Ok(Response::Ended { did: Vec::new() })
     }
 
+    /// Removes a device whose volume is not attached to this host any more. One that is in use stays
+    /// until it is not, and its IO fails once no target serves it: nothing would end its wait.
+    fn detached(&self, detached: DetachedHere) -> Result<Response, Error> {
+        let DetachedHere { volume, asked, why } = detached;
+        check_name(&volume)?;
+        let next = self.host.abort_handles.detached(&volume, asked, &why, Instant::now());
+        if next.is_ended {
+            tracing::error!(volume, why, "its IO fails from now on");
+        }
+        if next.may_go {
+            let this = self.clone();
+            // Behind the answer: a device that is being used may take a moment to say so.
+            tokio::spawn(async move { this.remove_detached(volume, asked).await });
+        }
+        Ok(Response::Ended { did: Vec::new() })
+    }
+
+    async fn remove_detached(&self, volume: String, asked: u64) {
+        if self.slot(&volume).is_none() {
+            return;
+        }
+        let handles = self.host.abort_handles.clone();
+        let (named, shown) = (volume.clone(), volume.clone());
+        let removed = self.with_slot(volume, move |slot| {
+            let Some(device) = slot.take() else { return Ok(false) };
+            if device.is_busy() || !handles.tries_removal(&named, asked, Instant::now()) {
+                *slot = Some(device);
+                return Ok(false);
+            }
+            match device.detach_within(REMOVAL_MAX) {
+                Ok(()) => Ok(true),
+                Err((device, _)) => {
+                    *slot = Some(*device);
+                    Ok(false)
+                }
+            }
+        });
+        if matches!(removed.await, Ok(true)) {
+            tracing::warn!(
+                volume = shown,
+                "not attached to this host any more: its device is removed"
+            );
+        }
+    }
+
     /// Returns the attached volumes and whether they are used; does not block.
     async fn usage(&self) -> Vec<Usage> {
         let slots: Vec<(String, Slot)> = {
@@ -337,6 +388,8 @@ impl Daemon {
                     in_use: true,
                     since_epoch: 0,
                     dead: String::new(),
+                    size: 0,
+                    asked: 0,
                 }),
             };
             slots.into_iter().filter_map(usage).collect()
@@ -441,7 +494,9 @@ fn end(device: Device, how: AtShutdown) -> Option<String> {
 fn kind(error: &Error) -> Kind {
     match error {
         Error::Conflict { .. } => Kind::Conflict,
-        Error::Busy { .. } | Error::Dead { .. } => Kind::Busy,
+        Error::Busy { .. } | Error::Dead { .. } | Error::Loop(LoopError::Waits { .. }) => {
+            Kind::Busy
+        }
         Error::Size { .. } | Error::Client(_) => Kind::Unavailable,
         Error::Mount(_) | Error::Loop(_) | Error::Io { .. } => Kind::Host,
         _ => Kind::Invalid,

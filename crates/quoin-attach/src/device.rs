@@ -254,17 +254,19 @@ impl Device {
             in_use: self.is_busy(),
             since_epoch: self.since_epoch(),
             dead: self.server.dead().unwrap_or_default(),
+            size: self.request.size,
+            asked: self.host.abort_handles.asked(&self.request.volume),
         }
     }
 
     /// Returns true if a mount or the like holds the device, or IO was done recently. Neither
     /// blocks nor touches the device.
-    fn is_busy(&self) -> bool {
+    pub(super) fn is_busy(&self) -> bool {
         if self.server.in_flight() > 0 {
             return true;
         }
         let (activity, now) = (self.server.activity(), Instant::now());
-        {
+        if self.server.dead().is_none() {
             let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
             if active.0 != activity {
                 *active = (activity, Some(now));
@@ -389,12 +391,17 @@ impl Device {
 
     /// Removes the stack, or returns it with the reason: it is in use.
     pub(super) fn detach(self) -> Result<(), (Box<Self>, Error)> {
+        self.detach_within(DETACH_TIMEOUT)
+    }
+
+    /// Same as [`Device::detach`], and waits for so long alone.
+    pub(super) fn detach_within(self, timeout: Duration) -> Result<(), (Box<Self>, Error)> {
         if let Some(device) = &self.device {
             let busy = |this: &Self| Error::Busy {
                 volume: this.request.volume.clone(),
                 device: this.path(),
             };
-            match device.detach(DETACH_TIMEOUT) {
+            match device.detach(timeout) {
                 Ok(true) => {}
                 Ok(false) if self.server.in_flight() > 0 => {
                     // No program has it open any more, and IO that waits for an absent target keeps
@@ -402,7 +409,7 @@ impl Device {
                     tracing::warn!(volume = %self.request.volume, in_flight = self.server.in_flight(),
                         "detaching with IO that waits for the target: it fails");
                     self.server.abort("the device was detached while its target was away");
-                    match device.detach(DETACH_TIMEOUT) {
+                    match device.detach(timeout) {
                         Ok(true) => {}
                         _ => {
                             let error = busy(&self);

@@ -1,8 +1,8 @@
 //! Loop devices: a block device of the kernel on top of a file.
 //!
 //! They use direct I/O, so that nothing is cached twice and a write is answered once the target has
-//! answered it. The block size is the volume's; discards become holes punched in the file. Where
-//! the kernel queries the file, which this process may serve, the call is made in a [`child`].
+//! answered it. The block size is the volume's; discards become holes punched in the file. This
+//! process may serve the file, so each open of a device, and each call on it, is made in a [`child`].
 //!
 //! The kernel keeps much with the number of a device and not with what is bound to it: partitions,
 //! the read-only switch, read-ahead and scheduler. The next file under that number would have them:
@@ -12,7 +12,6 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,6 +26,8 @@ const GET_STATUS64: libc::c_ulong = 0x4c05;
 const SET_STATUS64: libc::c_ulong = 0x4c04;
 const SET_CAPACITY: libc::c_ulong = 0x4c07;
 const CONFIGURE: libc::c_ulong = 0x4c0a;
+/// `BLKGETDISKSEQ` of linux/fs.h: fills a 64-bit number.
+const GET_SEQUENCE: libc::c_ulong = 0x8008_1280;
 const FLAG_READ_ONLY: u32 = 1;
 const FLAG_AUTOCLEAR: u32 = 4;
 const FLAG_DIRECT_IO: u32 = 16;
@@ -38,7 +39,7 @@ const NUMBERS_MAX: u32 = 1 << 16;
 const POLL: Duration = Duration::from_millis(5);
 /// Time that a device which is used no more may stay open: the host's tools look at one that changed.
 const REMOVE_FOR: Duration = Duration::from_millis(300);
-/// Held from when a device is made until it is open, and while one is removed: a removal takes any
+/// Held from when a device is made until it is bound, and while one is removed: a removal takes any
 /// device that nothing holds.
 static NUMBERS: Mutex<()> = Mutex::new(());
 
@@ -57,6 +58,11 @@ pub enum LoopError {
     NoneFree,
     #[error("{device} is in use: unmount it and close it first")]
     Busy { device: PathBuf },
+    #[error(
+        "{device} waits for the IO of its volume: `quoin volume doctor` says what that waits for, \
+             and `quoin volume detach --force` fails it"
+    )]
+    Waits { device: PathBuf },
     #[error("cannot {doing} {path}: {source}")]
     Io { doing: &'static str, path: PathBuf, source: io::Error },
 }
@@ -108,18 +114,18 @@ impl LoopDevice {
         let names = (0..NUMBERS_MAX).map(|number| (number, format!("loop{number}")));
         for (number, name) in names.filter(|(_, name)| !sysfs(Path::new(name)).exists()) {
             let path = Path::new("/dev").join(name);
-            // While it is open here, no program can end the binding that begins now.
-            let Some(held) = create(&control, number, &path)? else { continue };
-            match configure(&path, file, block_size, read_only) {
-                Ok(()) => {
-                    let sequence = sequence_of(&path);
-                    drop(held);
-                    return Ok(Self { path, sequence });
+            let made = {
+                let _numbers = NUMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+                if !create(&control, number, &path)? {
+                    continue;
                 }
-                // Another program was given it as a free device.
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+                configure(&path, file, block_size, read_only)
+            };
+            match made {
+                Ok(sequence) => return Ok(Self { path, sequence }),
+                // Another program was given it as a free device, or took it away.
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) || gone(&error) => {}
                 Err(error) => {
-                    drop(held);
                     remove(&path, REMOVE_FOR);
                     return Err(failed("configure", &path, error));
                 }
@@ -151,13 +157,30 @@ impl LoopDevice {
         self.sequence.is_none() || self.sequence == sequence_of(&self.path)
     }
 
-    /// Opens the device; `None`: this binding has ended. While it is open, no other can begin.
-    fn open(&self, options: &OpenOptions) -> io::Result<Option<File>> {
-        match options.open(&self.path) {
-            Ok(file) => Ok(self.is_current().then_some(file)),
-            Err(error) if gone(&error) => Ok(None),
-            Err(error) => Err(error),
-        }
+    /// Opens the device and makes calls on it, in a child; an error is "gone" where this binding has
+    /// ended. While it is open, no other can begin.
+    ///
+    /// # Safety
+    /// As of [`child::in_child`].
+    unsafe fn with_open(
+        &self,
+        flags: libc::c_int,
+        act: impl FnOnce(libc::c_int) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (path, expected) = (c_string(&self.path)?, self.sequence);
+        let act = || {
+            let device = child::open(&path, flags)?;
+            let mut sequence = 0u64;
+            if let Some(expected) = expected {
+                ioctl(device, GET_SEQUENCE, std::ptr::from_mut(&mut sequence) as usize)?;
+                if sequence != expected {
+                    return Err(io::Error::from_raw_os_error(libc::ENODEV));
+                }
+            }
+            act(device).map(|()| 0)
+        };
+        // SAFETY: system calls, and what the caller promises.
+        unsafe { child::in_child(&self.path, act) }.map(drop)
     }
 
     pub fn path(&self) -> &Path {
@@ -166,8 +189,10 @@ impl LoopDevice {
 
     /// Returns true if the device is held: by a mount, a device mapper, a swap.
     pub fn in_use(&self) -> Result<bool, LoopError> {
-        match self.open(OpenOptions::new().read(true).custom_flags(libc::O_EXCL)) {
-            Ok(_) => Ok(false),
+        // SAFETY: no call at all.
+        match unsafe { self.with_open(libc::O_RDONLY | libc::O_EXCL, |_| Ok(())) } {
+            Ok(()) => Ok(false),
+            Err(error) if gone(&error) => Ok(false),
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(self.is_current()),
             Err(error) => Err(failed("open", &self.path, error)),
         }
@@ -191,18 +216,11 @@ impl LoopDevice {
 
     /// Adopts the backing file's new size.
     pub fn update_size(&self) -> Result<(), LoopError> {
-        let held = self.open(OpenOptions::new().read(true));
-        let Some(_held) = held.map_err(|error| failed("open", &self.path, error))? else {
-            return Ok(());
-        };
-        let failed = |error| failed("resize", &self.path, error);
-        let path = c_string(&self.path).map_err(failed)?;
-        let act = || {
-            let device = child::open(&path, libc::O_RDONLY)?;
-            ioctl(device, SET_CAPACITY, 0).map(drop)
-        };
-        // SAFETY: two system calls.
-        unsafe { child::in_child(act) }.map_err(failed)
+        // SAFETY: one system call.
+        match unsafe { self.with_open(libc::O_RDONLY, |device| call(device, SET_CAPACITY, 0)) } {
+            Err(error) if !gone(&error) => Err(failed("resize", &self.path, error)),
+            _ => Ok(()),
+        }
     }
 
     /// Returns its size in bytes, as the kernel reports it without touching the device.
@@ -214,11 +232,8 @@ impl LoopDevice {
 
     /// Detaches now, or, if a program still has it open, as soon as the last one closes it.
     pub fn release(&self) -> Result<(), LoopError> {
-        let device = self.open(OpenOptions::new().read(true));
-        let Some(device) = device.map_err(|error| failed("open", &self.path, error))? else {
-            return Ok(());
-        };
-        match ioctl(device.as_raw_fd(), CLR_FD, 0) {
+        // SAFETY: one system call.
+        match unsafe { self.with_open(libc::O_RDONLY, |device| call(device, CLR_FD, 0)) } {
             Err(error) if !gone(&error) => Err(failed("detach", &self.path, error)),
             _ => Ok(()),
         }
@@ -256,12 +271,14 @@ impl LoopDevice {
     /// Cancels a [`LoopDevice::release`] that waits for the last program to close the device. The
     /// error is "gone" if there is none.
     fn keep_bound(&self) -> io::Result<()> {
-        let device = self.open(OpenOptions::new().read(true))?;
-        let device = device.ok_or_else(|| io::Error::from_raw_os_error(libc::ENXIO))?;
-        let mut info = EMPTY;
-        ioctl(device.as_raw_fd(), GET_STATUS64, std::ptr::from_mut(&mut info) as usize)?;
-        info.flags &= !FLAG_AUTOCLEAR;
-        ioctl(device.as_raw_fd(), SET_STATUS64, std::ptr::from_ref(&info) as usize).map(drop)
+        let keep = |device| {
+            let mut info = EMPTY;
+            call(device, GET_STATUS64, std::ptr::from_mut(&mut info) as usize)?;
+            info.flags &= !FLAG_AUTOCLEAR;
+            call(device, SET_STATUS64, std::ptr::from_ref(&info) as usize)
+        };
+        // SAFETY: two system calls.
+        unsafe { self.with_open(libc::O_RDONLY, keep) }
     }
 
     /// Returns the file that it is bound to, as the kernel reports it without touching the device.
@@ -309,10 +326,15 @@ const EMPTY: Info = Info {
     init: [0; 2],
 };
 
-/// Binds the device. Both files are opened in the child: the backing file queries its server as
-/// well.
-fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io::Result<()> {
-    let (device, backing) = (c_string(device)?, c_string(file)?);
+/// Binds the device; returns the number of that binding where the kernel has one (Linux 5.15). Both
+/// files are opened in the child: the backing file queries its server as well.
+fn configure(
+    path: &Path,
+    file: &Path,
+    block_size: u32,
+    read_only: bool,
+) -> io::Result<Option<u64>> {
+    let (device, backing) = (c_string(path)?, c_string(file)?);
     let mut info = EMPTY;
     info.flags = FLAG_DIRECT_IO | if read_only { FLAG_READ_ONLY } else { 0 };
     let name = backing.as_bytes();
@@ -323,10 +345,15 @@ fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io
         let fd = child::open(&backing, access | libc::O_DIRECT)? as u32;
         let device = child::open(&device, libc::O_RDWR)?;
         let config = Config { fd, block_size, info, reserved: [0; 8] };
-        ioctl(device, CONFIGURE, std::ptr::from_ref(&config) as usize).map(drop)
+        call(device, CONFIGURE, std::ptr::from_ref(&config) as usize)?;
+        // While it is open here, no program can end the binding that has begun.
+        let mut sequence = 0u64;
+        let numbered = call(device, GET_SEQUENCE, std::ptr::from_mut(&mut sequence) as usize);
+        Ok(if numbered.is_ok() { sequence } else { 0 })
     };
     // SAFETY: system calls only.
-    unsafe { child::in_child(act) }
+    let sequence = unsafe { child::in_child(path, act) }?;
+    Ok(Some(sequence).filter(|sequence| *sequence != 0))
 }
 
 fn open_control() -> Result<File, LoopError> {
@@ -337,18 +364,17 @@ fn open_control() -> Result<File, LoopError> {
     })
 }
 
-/// Makes the device of this number and opens it; `None`: another program made it, or took it away.
-fn create(control: &File, number: u32, path: &Path) -> Result<Option<File>, LoopError> {
-    let _numbers = NUMBERS.lock().unwrap_or_else(PoisonError::into_inner);
+/// Makes the device of this number; false: another program made it. Nothing is bound to it, so no
+/// call on it waits.
+fn create(control: &File, number: u32, path: &Path) -> Result<bool, LoopError> {
     match ioctl(control.as_raw_fd(), CTL_ADD, number as usize) {
         Ok(_) => {}
-        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => return Ok(false),
         Err(error) => return Err(failed("make", path, error)),
     }
-    match open_device(path) {
-        Ok(device) => Ok(Some(device)),
-        Err(error) if gone(&error) => Ok(None),
-        Err(error) => Err(failed("open", path, error)),
+    match make_node(path) {
+        Err(error) if !gone(&error) => Err(failed("make", path, error)),
+        _ => Ok(true),
     }
 }
 
@@ -402,16 +428,21 @@ struct Partition {
 fn delete_partitions(path: &Path) {
     for sysfs in partitions(path) {
         let number = std::fs::read_to_string(sysfs.join("partition")).unwrap_or_default();
-        let (Ok(number), Ok(device)) = (number.trim().parse(), File::open(path)) else { continue };
+        let Ok(number) = number.trim().parse() else { continue };
         let partition = Partition { start: 0, length: 0, number, names: [0; 128] };
-        let call = PartitionCall {
+        let wanted = PartitionCall {
             operation: DELETE_PARTITION,
             flags: 0,
             bytes: size_of::<Partition>() as i32,
             partition: &raw const partition,
         };
-        let outcome = ioctl(device.as_raw_fd(), BLKPG, std::ptr::from_ref(&call) as usize);
-        if let Err(error) = outcome {
+        let device = LoopDevice::at(path.to_owned());
+        let argument = std::ptr::from_ref(&wanted) as usize;
+        // SAFETY: one system call.
+        let delete = unsafe {
+            device.with_open(libc::O_RDONLY, |device| ioctl(device, BLKPG, argument).map(drop))
+        };
+        if let Err(error) = delete {
             tracing::warn!(partition = %sysfs.display(), %error, "stays with the kernel");
         }
     }
@@ -452,24 +483,24 @@ fn is_held(sysfs: &Path) -> bool {
         || lines("/proc/swaps").lines().any(|line| line.split(' ').next() == Some(&*path))
 }
 
-/// Opens the device; creates its node first if no devtmpfs does.
-fn open_device(path: &Path) -> io::Result<File> {
-    let open = || OpenOptions::new().read(true).write(true).open(path);
-    match open() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let name = path.file_name().unwrap_or_default();
-            let numbers = std::fs::read_to_string(sysfs(Path::new(name)).join("dev"))?;
-            let numbers = numbers.trim().split_once(':');
-            let parsed = numbers.and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-            let (major, minor) = parsed.ok_or(io::ErrorKind::InvalidData)?;
-            let mode = rustix::fs::Mode::from_raw_mode(0o600);
-            let kind = rustix::fs::FileType::BlockDevice;
-            let device = rustix::fs::makedev(major, minor);
-            rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, device)?;
-            open()
-        }
-        other => other,
+/// Makes the device's node if no devtmpfs has.
+fn make_node(path: &Path) -> io::Result<()> {
+    if path.exists() {
+        return Ok(());
     }
+    let name = path.file_name().unwrap_or_default();
+    let numbers = std::fs::read_to_string(sysfs(Path::new(name)).join("dev"))?;
+    let numbers = numbers.trim().split_once(':');
+    let parsed = numbers.and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+    let (major, minor) = parsed.ok_or(io::ErrorKind::InvalidData)?;
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    let kind = rustix::fs::FileType::BlockDevice;
+    let device = rustix::fs::makedev(major, minor);
+    Ok(rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, device)?)
+}
+
+fn call(fd: RawFd, request: libc::c_ulong, argument: usize) -> io::Result<()> {
+    ioctl(fd, request, argument).map(drop)
 }
 
 fn ioctl(fd: RawFd, request: libc::c_ulong, argument: usize) -> io::Result<i32> {
@@ -493,6 +524,7 @@ fn gone(error: &io::Error) -> bool {
 fn failed(doing: &'static str, path: &Path, source: io::Error) -> LoopError {
     match source.raw_os_error() {
         Some(libc::EPERM | libc::EACCES) => LoopError::NotPermitted,
+        Some(libc::ETIMEDOUT) => LoopError::Waits { device: path.to_owned() },
         _ => LoopError::Io { doing, path: path.to_owned(), source },
     }
 }

@@ -45,8 +45,21 @@ pub enum Request {
     },
     /// Another node wrote to the volume: a device here of an earlier use is dead.
     ServedElsewhere(ServedElsewhere),
+    /// The volume is not attached to this host any more.
+    Detached(DetachedHere),
     /// Requests the attached volumes, and whether they are used.
     Usage {},
+}
+
+/// Statement that the records have a volume attached to this host no more.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DetachedHere {
+    pub volume: String,
+    /// The device that is meant, as [`Usage::asked`]: one that was asked for since is another use.
+    pub asked: u64,
+    /// Reason, for people.
+    pub why: String,
 }
 
 /// Statement that another node has a volume, and since when.
@@ -91,7 +104,7 @@ pub enum Response {
     /// Answer to detach, for attached and other volumes alike.
     Detached {},
     /// Answer to end: the actions taken, as text; empty if the volume was not attached. Answer to
-    /// the statement that the volume is served elsewhere: empty.
+    /// the statements about a volume: empty.
     Ended {
         did: Vec<String>,
     },
@@ -136,6 +149,12 @@ pub struct Usage {
     pub since_epoch: u64,
     /// Same as [`Attached::dead`].
     pub dead: String,
+    /// Size in bytes; 0: the device is worked on.
+    #[serde(default)]
+    pub size: u64,
+    /// Number of the last request to attach it, of this process; 0: none, as while it is worked on.
+    #[serde(default)]
+    pub asked: u64,
 }
 
 /// Kind of a failure, by the action that it requires of the caller.

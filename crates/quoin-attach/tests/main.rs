@@ -2,6 +2,7 @@
 //! it is linked once.
 
 mod daemon;
+mod detached;
 
 mod another_use;
 mod attach;

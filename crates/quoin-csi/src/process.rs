@@ -209,13 +209,13 @@ async fn keep_reporting(
         let reported = devices.report().await;
         let mut request = Request::new(NodeReport {
             knows_devices: reported.is_some(),
-            devices: reported.unwrap_or_default(),
+            devices: reported.as_ref().map(quoin_node::Reported::reports).unwrap_or_default(),
             ..report.clone()
         });
         request.set_timeout(REPORT_EVERY * 2);
         let outcome = client.report_node(request).await;
         if let Ok(answer) = &outcome {
-            let ended = devices.end_served_elsewhere(answer.get_ref()).await;
+            let ended = devices.follow(reported.as_ref(), answer.get_ref()).await;
             metrics.health.replace("volume ", ended);
         }
         let problem = |status: &tonic::Status| format!("out of reach ({})", status.message());

@@ -19,7 +19,7 @@ use crate::clock::{self, Validity};
 use crate::clock_difference::ClockDifference;
 use crate::terms::{self, Terms};
 use crate::tls::{self, Current, Expected, Shared};
-use crate::{ClusterId, Error, Grant, Issued, Peer, files, peer_of};
+use crate::{ClusterId, Error, Grant, Issued, JoinToken, Peer, files, peer_of};
 
 const KEY: &str = "key.pem";
 const CERTIFICATE: &str = "cert.pem";
@@ -111,6 +111,20 @@ impl Identity {
     /// Verifies a chain (the holder's certificate first) against this cluster's authorities.
     pub fn holder_of(&self, chain: &[CertificateDer<'_>]) -> Result<Peer, Error> {
         Ok(self.0.shared.get().holder_of(chain)?)
+    }
+
+    /// Returns true if it trusts certificates of the authority with this fingerprint.
+    pub fn trusts(&self, named: &[u8; 32]) -> bool {
+        let path = self.0.dir.join(AUTHORITIES);
+        let pem = files::read(&path).ok().flatten().unwrap_or_default();
+        let all = certificates(&path, &pem).unwrap_or_default();
+        all.iter().any(|authority| crate::authority::fingerprint(authority) == *named)
+    }
+
+    /// Returns true if a token is of an authority of its cluster that it does not trust: that one took
+    /// the place of those that it does trust, and its holder joins again.
+    pub fn is_replaced(&self, token: &JoinToken) -> bool {
+        token.cluster == self.cluster() && !self.trusts(&token.fingerprint)
     }
 
     /// Signs a grant; pools accept only a controller's signature.

@@ -34,7 +34,10 @@ pub async fn join(
     check_name(role.as_str(), name)?;
     match Identity::load(dir) {
         Err(Error::NotJoined { .. }) => {}
-        Ok(old) if old.has_run_out() && old.peer().role == role && old.peer().name == name => {}
+        Ok(old)
+            if (old.has_run_out() || old.is_replaced(token))
+                && old.peer().role == role
+                && old.peer().name == name => {}
         Ok(identity) => {
             let holder = identity.peer().to_string();
             return Err(Error::AlreadyJoined { dir: dir.to_owned(), holder });

@@ -1,9 +1,12 @@
-//! The devices of this host as its node reports them: their volumes, and whether they are in use.
+//! The devices of this host as its node reports them: their volumes, and whether they are in use. The
+//! controller's answer says what the records have of them, and this host follows: a device of a
+//! volume that is detached or deleted goes, or fails its IO; one that is too small grows.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use quoin_attach::protocol::{ServedElsewhere, Usage};
+use quoin_attach::protocol::{DetachedHere, ServedElsewhere, Usage};
 use quoin_attach::{AttachClient, Error, holder};
 
 use quoin_api::control::{DeviceReport, ReportAnswer};
@@ -29,6 +32,24 @@ pub struct DeviceUse {
     pub since_epoch: u64,
     /// Why all its IO fails; empty while it does not.
     pub dead: String,
+    /// 0: unknown.
+    pub size_bytes: u64,
+    /// Which request to attach it was the last one; 0: unknown.
+    asked: u64,
+}
+
+/// The devices of one report, to which an answer refers.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reported {
+    devices: BTreeMap<String, DeviceUse>,
+}
+
+impl Reported {
+    /// Returns them as they are reported to the controller.
+    #[must_use]
+    pub fn reports(&self) -> Vec<DeviceReport> {
+        self.devices.values().cloned().map(DeviceReport::from).collect()
+    }
 }
 
 /// Client that asks the attach process of this host for its devices.
@@ -64,15 +85,24 @@ impl DeviceReports {
         }
     }
 
-    /// Returns all devices as they are reported to the controller; `None`: unknown.
-    pub async fn report(&self) -> Option<Vec<DeviceReport>> {
-        Some(self.query().await?.into_iter().map(DeviceReport::from).collect())
+    /// Returns all devices as they are now; `None`: unknown.
+    pub async fn report(&self) -> Option<Reported> {
+        let devices = self.query().await?;
+        let named = devices.into_iter().map(|device| (device.volume.clone(), device));
+        Some(Reported { devices: named.collect() })
     }
 
-    /// Makes all IO fail of those devices whose volume another node has used since, by the
-    /// controller's answer: no pending IO of theirs may reach the volume any more. Returns the
-    /// volumes and the reasons.
-    pub async fn end_served_elsewhere(&self, answer: &ReportAnswer) -> Vec<(String, String)> {
+    /// Follows what the controller answered to a report. All IO fails of devices whose volume another
+    /// node has used since: nothing of theirs may reach the volume any more. Those of volumes that are
+    /// not attached here any more are removed, or fail their IO; those that are too small grow. Returns
+    /// the volumes of which something is left here that should not be, and what.
+    pub async fn follow(
+        &self,
+        reported: Option<&Reported>,
+        answer: &ReportAnswer,
+    ) -> Vec<(String, String)> {
+        let none = Reported::default();
+        let reported = &reported.unwrap_or(&none).devices;
         let mut ended = Vec::new();
         for served in &answer.served_elsewhere {
             let (name, node, since) = (&served.name, &served.node, served.since_epoch);
@@ -80,7 +110,38 @@ impl DeviceReports {
             let why = format!("served by {node} since epoch {since}; mounts here are dead");
             ended.push((name.clone(), why));
         }
+        for detached in &answer.detached {
+            let Some(device) = reported.get(&detached.volume_id) else { continue };
+            let is_deleted = detached.name.is_empty();
+            let name = if is_deleted { &detached.volume_id } else { &detached.name };
+            let why = match is_deleted {
+                true => "its volume is deleted",
+                false => "its volume is not attached to this host any more",
+            };
+            if device.asked != 0 {
+                let why = why.to_owned();
+                let (volume, asked) = (detached.volume_id.clone(), device.asked);
+                let told = self.client.detached(DetachedHere { volume, asked, why });
+                self.tell(name, told).await;
+            }
+            let is_told = |(told, _): &(String, String)| told == name;
+            if device.in_use && !ended.iter().any(is_told) {
+                ended.push((name.clone(), left_over(device, why)));
+            }
+        }
+        for size in &answer.sizes {
+            if reported.get(&size.volume_id).is_some_and(|device| device.dead.is_empty()) {
+                let resized = self.client.resize(&size.volume_id, size.size_bytes);
+                self.tell(&size.volume_id, async { resized.await.map(drop) }).await;
+            }
+        }
         ended
+    }
+
+    async fn tell(&self, volume: &str, told: impl Future<Output = Result<(), Error>>) {
+        if let Ok(Err(error)) = tokio::time::timeout(ANSWER_MAX, told).await {
+            tracing::debug!(volume, %error, "the attach process does not follow yet; retrying");
+        }
     }
 
     async fn served_elsewhere(&self, volume: &str, name: &str, node: &str, since_epoch: u64) {
@@ -90,11 +151,21 @@ impl DeviceReports {
             node: node.to_owned(),
             since_epoch,
         };
-        let outcome = tokio::time::timeout(ANSWER_MAX, self.client.served_elsewhere(served)).await;
-        if let Ok(Err(error)) = outcome {
-            tracing::debug!(volume = name, %error, "cannot notify the attach process; retrying");
-        }
+        self.tell(name, self.client.served_elsewhere(served)).await;
     }
+}
+
+/// What is left of a volume that is attached here no more, and the way out.
+fn left_over(device: &DeviceUse, why: &str) -> String {
+    let shown = device.device.display();
+    let way_out = match device.mounts.as_slice() {
+        [] => "end the programs that have it open".to_owned(),
+        mounts => {
+            let mounts: Vec<_> = mounts.iter().map(|mount| mount.display().to_string()).collect();
+            format!("end the users of {} and unmount it", mounts.join(" and "))
+        }
+    };
+    format!("{shown} is still in use and {why}: {way_out}, and it goes by itself")
 }
 
 impl From<DeviceUse> for DeviceReport {
@@ -106,6 +177,8 @@ impl From<DeviceUse> for DeviceReport {
             mounts: device_use.mounts.iter().map(shown).collect(),
             since_epoch: device_use.since_epoch,
             volume_id: device_use.volume,
+            size_bytes: device_use.size_bytes,
+            dead: device_use.dead,
         }
     }
 }
@@ -121,6 +194,8 @@ fn with_mounts(usage: Usage, mounts: &[mountinfo::Mount]) -> DeviceUse {
         in_use: usage.in_use,
         since_epoch: usage.since_epoch,
         dead: usage.dead,
+        size_bytes: usage.size,
+        asked: usage.asked,
     }
 }
 
@@ -133,6 +208,8 @@ fn held_device(volume: String) -> DeviceUse {
         mounts: Vec::new(),
         since_epoch: 0,
         dead: String::new(),
+        size_bytes: 0,
+        asked: 0,
     }
 }
 
@@ -145,7 +222,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let devices = DeviceReports::of(&directory.path().join("attach.sock"));
         assert_eq!(devices.query().await, Some(Vec::new()));
-        assert_eq!(devices.report().await, Some(Vec::new()));
+        assert_eq!(devices.report().await, Some(Reported::default()));
         // A process that hangs is not a process without devices.
         let _listener =
             tokio::net::UnixListener::bind(directory.path().join("attach.sock")).unwrap();

@@ -29,7 +29,7 @@ mod tools;
 
 pub use attach::{AttachRequest, Attacher, Session, wait_for_socket};
 pub use attach_process::AttachProcess;
-pub use device_reports::{DeviceReports, DeviceUse};
+pub use device_reports::{DeviceReports, DeviceUse, Reported};
 pub use error::{Error, Kind};
 pub use format::FileSystem;
 pub use host::{

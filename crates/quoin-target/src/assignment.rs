@@ -20,7 +20,9 @@ use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 
 use crate::shard::{Limits, ReplicaPlace, VolumeSetup};
 
-const OPEN_GRACE_MS: u32 = 2000;
+/// A replica that answers later is brought up to date beside the IO of the others, so that one which cannot
+/// be asked holds up nobody for long.
+const OPEN_GRACE_MS: u32 = 300;
 const DROP_AFTER_MS: u32 = 3000;
 /// Entries kept for members that lag, per volume.
 const WINDOW_BYTES: usize = 64 << 20;

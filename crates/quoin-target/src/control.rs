@@ -352,7 +352,7 @@ impl Control {
                 address: self.source.ip().map(|ip| ip.to_string()).unwrap_or_default(),
                 version: env!("CARGO_PKG_VERSION").into(),
                 knows_devices: here.is_some(),
-                devices: here.unwrap_or_default(),
+                devices: here.as_ref().map(quoin_node::Reported::reports).unwrap_or_default(),
                 share_address: self.share_address(),
             });
             request.set_timeout(LIVES_MAX);
@@ -366,7 +366,10 @@ impl Control {
                 }
             }
             match answer {
-                Ok(answer) => drop(devices.end_served_elsewhere(answer.get_ref()).await),
+                Ok(answer) => {
+                    let left = devices.follow(here.as_ref(), answer.get_ref()).await;
+                    self.options.metrics.left_over(left);
+                }
                 Err(status) => {
                     tracing::debug!(%status, "a sign of life did not reach the controller");
                 }

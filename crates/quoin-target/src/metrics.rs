@@ -201,6 +201,11 @@ impl Metrics {
         self.health.replace("volume ", waiting.map(problem));
     }
 
+    /// Sets what is left on this host of volumes that are not attached to it.
+    pub fn left_over(&self, left: Vec<(String, String)>) {
+        self.health.replace("left of volume ", left);
+    }
+
     /// Sets the volumes that other nodes serve, and of which this host still has devices.
     pub fn lost(&self, served: &[ServedElsewhere]) {
         let problem = |served: &ServedElsewhere| {

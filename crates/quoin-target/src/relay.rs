@@ -22,6 +22,7 @@ use quoin_nbd::protocol::{
     option, reply,
 };
 use quoin_types::VolumeId;
+use rustix::net::sockopt;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixListener, UnixStream};
@@ -38,6 +39,8 @@ const CLIENTS_MAX: usize = 16;
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 /// Time for a client to answer the greeting.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// Time after which the path to the target counts as dead.
+const PATH_SILENCE_MAX: Duration = Duration::from_secs(4);
 /// Time for the target to close a connection that the client has ended.
 const CLOSE_MAX: Duration = Duration::from_secs(10);
 /// Pause after a client that was not accepted.
@@ -250,6 +253,15 @@ async fn greet(client: &mut UnixStream) -> io::Result<[u8; 4]> {
     Ok(flags)
 }
 
+/// Has the kernel end a connection whose path is dead, whether it rests or has data on the way.
+fn end_if_silent(target: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(target, true)?;
+    sockopt::set_tcp_keepidle(target, PATH_SILENCE_MAX / 2)?;
+    sockopt::set_tcp_keepintvl(target, PATH_SILENCE_MAX / 4)?;
+    sockopt::set_tcp_user_timeout(target, PATH_SILENCE_MAX.as_millis() as u32)?;
+    Ok(())
+}
+
 /// Connects to the target of another node, up to TLS; the negotiation of the export follows.
 async fn reach(
     to: &Destination,
@@ -258,6 +270,7 @@ async fn reach(
 ) -> io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
     let mut target = TcpStream::connect(&to.address).await?;
     target.set_nodelay(true)?;
+    end_if_silent(&target)?;
     let mut greeting = [0; 18];
     target.read_exact(&mut greeting).await?;
     if be64(&greeting, 0) != MAGIC || be64(&greeting, 8) != OPTION_MAGIC {
@@ -473,6 +486,40 @@ mod tests {
         assert_eq!(passed(&other).await.unwrap(), other);
         let old = option(option::EXPORT_NAME, b"");
         assert_eq!(passed(&old).await.unwrap(), option(option::EXPORT_NAME, b"db"));
+    }
+
+    #[tokio::test]
+    async fn a_path_to_the_target_that_is_dead_is_noticed_within_five_seconds() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let dir = tempfile::tempdir().unwrap();
+        let authority = quoin_identity::Authority::create(dir.path(), Default::default()).unwrap();
+        let identity = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+        let to = Destination {
+            address,
+            node: "n2".into(),
+            export: "db".into(),
+            key_hashes: Vec::new(),
+            key: None,
+        };
+        let reaching = reach(&to, &identity, [0; 4]);
+        let accepted = async {
+            let (accepted, from) = listener.accept().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            // The kernel shows the timer of the connection's other end: 02 is that of keepalive.
+            let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+            let local = format!("0100007F:{:04X}", from.port());
+            let line = table.lines().find(|line| line.split_whitespace().nth(1) == Some(&local));
+            let timer = line.unwrap().split_whitespace().nth(5).unwrap().to_owned();
+            drop(accepted);
+            timer
+        };
+        let (reached, timer) = tokio::join!(reaching, accepted);
+        assert!(reached.is_err());
+        let (kind, ticks) = timer.split_once(':').unwrap();
+        let left = Duration::from_millis(u64::from_str_radix(ticks, 16).unwrap() * 10);
+        assert_eq!(kind, "02");
+        assert!(left + 2 * (PATH_SILENCE_MAX / 4) <= Duration::from_secs(5), "{left:?}");
     }
 
     #[tokio::test]

@@ -1,6 +1,6 @@
 //! `quoin pool|node list`, `quoin pool|node remove` and `quoin cluster …`.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Subcommand;
 use quoin_api::control::{
     GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, RemoveNodeRequest,
@@ -8,6 +8,7 @@ use quoin_api::control::{
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::io::{BufRead, IsTerminal};
 
 use crate::client::{ClientOptions, refusal};
 use crate::output::{self, Format, Row, fields};
@@ -124,6 +125,9 @@ pub enum ClusterCommand {
             value_parser = clap::builder::NonEmptyStringValueParser::new()
         )]
         at_once: Option<String>,
+        /// Replace it at once without the question; needed where there is no terminal.
+        #[arg(long, requires = "at_once")]
+        yes: bool,
     },
 }
 
@@ -191,13 +195,32 @@ pub async fn cluster(
                 ])
             })
         }
-        ClusterCommand::RotateAuthority { at_once } => {
+        ClusterCommand::RotateAuthority { at_once, yes } => {
+            if at_once.is_some() && !yes {
+                confirm_at_once()?;
+            }
             let request = RotateAuthorityRequest { at_once: at_once.unwrap_or_default() };
             let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
             let view = MessageView { message: answer.message };
             output::print_one(format, &view, || view.message.clone())
         }
     }
+}
+
+/// All members are cut from the controller only after a person agreed, or with --yes in a script.
+fn confirm_at_once() -> Result<()> {
+    const CONSEQUENCE: &str = "every pool, node, admin and mirror is cut from the controller until it \
+        joins again with a new token";
+    if !std::io::stdin().is_terminal() {
+        bail!("{CONSEQUENCE}: add --yes to do it without the question");
+    }
+    eprint!("At once {CONSEQUENCE}. Type `at once` to continue: ");
+    let mut answer = String::new();
+    std::io::stdin().lock().read_line(&mut answer)?;
+    if answer.trim() != "at once" {
+        bail!("nothing was changed: that was not `at once`");
+    }
+    Ok(())
 }
 
 /// Message of the controller about work that it has begun.

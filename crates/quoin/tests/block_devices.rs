@@ -13,7 +13,8 @@ use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::volume_capability::access_mode::Mode;
 use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
 use quoin_api::csi::{
-    ControllerPublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
+    CapacityRange, ControllerExpandVolumeRequest, ControllerPublishVolumeRequest,
+    ControllerUnpublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
     VolumeCapability,
 };
 use running::{
@@ -147,12 +148,12 @@ fn a_volume_is_staged_only_while_dev_fuse_exists() {
     assert_eq!(entries(&attached), before, "something is half-made");
     assert_eq!(entries(&staging).len(), 0);
     // Orchestrators undo their request, also where it was never carried out.
-    staged.unstage();
+    staged.unstage().unwrap();
 
     run_inside(&["umount", "/dev/fuse"]);
     staged.stage().unwrap();
     run_inside(&["mountpoint", "-q", staging.to_str().unwrap()]);
-    staged.unstage();
+    staged.unstage().unwrap();
     dev.stop();
 }
 
@@ -176,13 +177,13 @@ fn a_volume_is_formatted_beside_a_mounted_one_whose_attach_process_hangs() {
     let formatted = staged.stage();
     signal(attach, "CONT");
     formatted.unwrap();
-    staged.unstage();
+    staged.unstage().unwrap();
     signal(attach, "STOP");
     let checked = staged.stage();
     signal(attach, "CONT");
     checked.unwrap();
-    staged.unstage();
-    mounted.unstage();
+    staged.unstage().unwrap();
+    mounted.unstage().unwrap();
     hanging.stop();
     dev.stop();
 }
@@ -245,14 +246,16 @@ fn a_volume_of_which_one_block_was_written_is_not_formatted() {
     let refused = staged.stage().unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains("unknown"), "{refused}");
-    staged.unstage();
+    staged.unstage().unwrap();
     dev.stop();
 }
 
 /// A volume that is published to the one node of a cluster.
 struct Staged {
     runtime: tokio::runtime::Runtime,
+    controller: ControllerClient<tonic::transport::Channel>,
     node: NodeClient<tonic::transport::Channel>,
+    node_id: String,
     request: NodeStageVolumeRequest,
 }
 
@@ -268,7 +271,7 @@ impl Staged {
         };
         let publish = ControllerPublishVolumeRequest {
             volume_id: volume_id.clone(),
-            node_id,
+            node_id: node_id.clone(),
             volume_capability: Some(capability()),
             ..ControllerPublishVolumeRequest::default()
         };
@@ -281,7 +284,28 @@ impl Staged {
             volume_capability: Some(capability()),
             ..NodeStageVolumeRequest::default()
         };
-        Self { runtime, node: NodeClient::new(channel), request }
+        Self { runtime, controller, node: NodeClient::new(channel), node_id, request }
+    }
+
+    /// As an orchestrator does that detaches by force.
+    fn unpublish(&mut self) {
+        let request = ControllerUnpublishVolumeRequest {
+            volume_id: self.request.volume_id.clone(),
+            node_id: self.node_id.clone(),
+            ..ControllerUnpublishVolumeRequest::default()
+        };
+        self.runtime.block_on(self.controller.controller_unpublish_volume(request)).unwrap();
+    }
+
+    /// Grows the volume, and calls nothing on its node.
+    fn grow(&mut self, bytes: i64) {
+        let range = CapacityRange { required_bytes: bytes, limit_bytes: 0 };
+        let request = ControllerExpandVolumeRequest {
+            volume_id: self.request.volume_id.clone(),
+            capacity_range: Some(range),
+            ..ControllerExpandVolumeRequest::default()
+        };
+        self.runtime.block_on(self.controller.controller_expand_volume(request)).unwrap();
     }
 
     fn stage(&mut self) -> Result<(), Status> {
@@ -293,13 +317,78 @@ impl Staged {
         }
     }
 
-    fn unstage(&mut self) {
+    fn unstage(&mut self) -> Result<(), Status> {
         let request = NodeUnstageVolumeRequest {
             volume_id: self.request.volume_id.clone(),
             staging_target_path: self.request.staging_target_path.clone(),
         };
-        self.runtime.block_on(self.node.node_unstage_volume(request)).unwrap();
+        self.runtime.block_on(self.node.node_unstage_volume(request)).map(drop)
     }
+}
+
+/// Devices of this cluster that the kernel has, with their sizes in bytes.
+fn devices(dev: &Dev) -> Vec<(String, u64)> {
+    let run = dev.directory.join("run").canonicalize().unwrap();
+    let entries = std::fs::read_dir("/sys/block").unwrap().flatten();
+    let of_it = entries.filter(|entry| {
+        std::fs::read_to_string(entry.path().join("loop/backing_file"))
+            .is_ok_and(|file| Path::new(file.trim()).starts_with(&run))
+    });
+    of_it
+        .filter_map(|entry| {
+            let sectors = std::fs::read_to_string(entry.path().join("size")).ok()?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            Some((name, sectors.trim().parse::<u64>().ok()? * 512))
+        })
+        .collect()
+}
+
+/// An orchestrator detaches a volume by force, and may never come back to its host.
+#[test]
+fn a_volume_that_is_detached_under_its_users_fails_their_io_and_leaves_nothing_on_its_host() {
+    if !can_attach() || !have("mkfs.ext4") {
+        return;
+    }
+    let scratch = Scratch::new("left");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let mut staged = Staged::published(&dev, "db", &scratch.0.join("staging"));
+    staged.stage().unwrap();
+
+    // A growth of which nobody tells the host.
+    staged.grow(80 << 20);
+    eventually("the device grows", || (devices(&dev)[0].1 == 80 << 20).then_some(()));
+
+    std::fs::write(scratch.0.join("staging/file"), vec![1; 1 << 20]).unwrap();
+    staged.unpublish();
+    let began = std::time::Instant::now();
+    while staged.unstage().is_err() {
+        assert!(began.elapsed() < Duration::from_secs(30), "{}", dev.log("attach"));
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert!(began.elapsed() > Duration::from_secs(2), "it could not be attached again");
+    assert_eq!(devices(&dev), []);
+    let events = dev.ok(&["events"]);
+    assert!(events.contains("DeviceLeft") && events.contains("detach --force"), "{events}");
+
+    // Nobody has it open, and no call comes at all.
+    dev.ok(&["volume", "attach", "db"]);
+    assert_eq!(devices(&dev).len(), 1);
+    staged.unpublish();
+    eventually("the device goes", || devices(&dev).is_empty().then_some(()));
+
+    // In use, and its volume is deleted: the command takes what is here.
+    let id = staged.request.volume_id.clone();
+    let device = dev.ok(&["volume", "attach", "db"]);
+    let held = std::fs::File::open(device.trim()).unwrap();
+    staged.unpublish();
+    dev.ok(&["volume", "delete", "db", "--yes"]);
+    let removed = dev.ok(&["volume", "detach", &id, "--force"]);
+    assert!(removed.contains("removed"), "{removed}");
+    drop(held);
+    eventually("the device goes", || devices(&dev).is_empty().then_some(()));
+    assert!(!dev.quoin(&["volume", "detach", &id]).status.success());
+    dev.stop();
 }
 
 /// Returns the names in a directory.

@@ -415,3 +415,34 @@ fn restarted(cluster: &Cluster, name: &str, nbd_address: &str) -> Vec<String> {
     arguments.extend(["--controller".into(), cluster.controller.clone()]);
     arguments
 }
+
+#[test]
+fn an_authority_is_replaced_at_once_only_when_told_and_an_admin_joins_again_by_the_same_command() {
+    let cluster = Cluster::start("at-once", &Place::here(), &[]);
+    let directory = cluster.path("admin");
+    let join = |token: &str| {
+        let member = ["--controller", &cluster.controller, "--name", "ops", "--token", token];
+        let whole = [&["cluster", "join", "--role", "admin", "--to", &directory][..], &member];
+        cluster.ok(&whole.concat())
+    };
+    let first = cluster.token("admin");
+    join(&first);
+    let certificate = || std::fs::read(Path::new(&directory).join("cert.pem")).unwrap();
+    let before = certificate();
+    let authority = || cluster.json(&["cluster", "info"])["authority"].as_str().unwrap().to_owned();
+    let former = authority();
+    let refused = cluster.quoin(&["cluster", "rotate-authority", "--at-once", &former]);
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && printed.contains("--yes"), "{printed}");
+    assert_eq!(authority(), former, "nothing was changed");
+    cluster.ok(&["cluster", "rotate-authority", "--at-once", &former, "--yes"]);
+    assert_ne!(authority(), former);
+    join(&cluster.token("admin"));
+    assert_ne!(certificate(), before);
+    // The certificate is good from now on: it is renewed without a token.
+    let renewed = [
+        &["cluster", "join", "--role", "admin", "--to", &directory][..],
+        &["--controller", &cluster.controller, "--name", "ops"],
+    ];
+    cluster.ok(&renewed.concat());
+}

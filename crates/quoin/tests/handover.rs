@@ -11,7 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Place, Process};
+use bytes::Bytes;
+use common::{Cluster, Place, Process};
+use quoin_nbd::client::{Address, Client, ClientOptions};
 use running::{
     Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal, skipped, unmount,
 };
@@ -340,4 +342,37 @@ fn an_update_of_the_attach_process_continues_its_devices() {
     let Attaching { dev, scratch } = attaching;
     dev.stop();
     assert_nothing_is_left(&scratch.0);
+}
+
+/// A host that is lost, or an upgrade that restarts pool and target together.
+#[test]
+fn a_target_that_starts_while_one_pool_is_away_does_not_wait_for_it() {
+    let mut cluster = Cluster::start("without-one", &Place::here(), &[]);
+    for name in ["p1", "p2", "p3"] {
+        cluster.pool(&Place::here(), name, &[]);
+    }
+    cluster.node(&Place::here(), "n1", &[], &[]);
+    cluster.wait_for_pools(3);
+    cluster.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let address = cluster.ok(&["volume", "attach", "db", "--node", "n1", "--nbd"]);
+    let socket = PathBuf::from(address.trim().split_once("socket=").unwrap().1);
+    let client = eventually("the volume is served", || {
+        Client::connect(ClientOptions::new(Address::Unix(socket.clone()))).ok()
+    });
+    client.write(0, Bytes::from_static(&[7; 4096]), true).unwrap();
+    // A process that stands still answers nothing, and refuses no connection.
+    let away = cluster.process("p3").pid();
+    signal(away, "STOP");
+    let target = cluster.processes.iter().position(|process| process.name == "target").unwrap();
+    cluster.processes.remove(target).stop();
+    let (state, run) = (cluster.path("node"), cluster.path("run"));
+    let controller = cluster.controller.clone();
+    let again = ["target", "--state", &state, "--run", &run, "--name", "n1", "--controller"];
+    let again = again.iter().map(ToString::to_string).chain([controller]).collect();
+    let began = Instant::now();
+    cluster.run(&Place::here(), "target", again);
+    assert_eq!(client.read(0, 4096).unwrap(), [7; 4096].as_slice());
+    let pause = began.elapsed();
+    signal(away, "CONT");
+    assert!(pause < Duration::from_millis(1700), "{pause:?}");
 }

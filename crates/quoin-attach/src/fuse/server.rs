@@ -60,6 +60,11 @@ impl AbortHandle {
         self.0.upgrade().is_some_and(|shared| shared.abort(why))
     }
 
+    /// Returns true while a target answers.
+    pub(crate) fn connected(&self) -> bool {
+        self.0.upgrade().is_some_and(|shared| shared.connected.load(Ordering::Relaxed))
+    }
+
     pub(crate) fn since_epoch(&self) -> u64 {
         self.0.upgrade().map_or(u64::MAX, |shared| shared.since_epoch.load(Ordering::Relaxed))
     }

@@ -18,12 +18,22 @@ pub struct DeviceSeen {
     pub in_use: bool,
     pub mounts: Vec<String>,
     pub since_epoch: u64,
+    /// 0: unknown.
+    pub size_bytes: u64,
+    /// Why all its IO fails; empty: it does not.
+    pub dead: String,
 }
 
 /// Returns true if a device on a node was made for a use of the volume that is over.
 pub fn is_over(volume: &VolumeRecord, node: &str, made_for: u64) -> bool {
     let is_attached = volume.attachments.iter().any(|a| a.node == node);
     volume.used.is_over(node, made_for, volume.opened.epoch, is_attached)
+}
+
+/// Returns true if a volume is attached to a node no more, or is there no more, so that nothing will
+/// answer a device of it there. One that is taken away just now counts as attached.
+pub fn is_detached(volume: Option<&VolumeRecord>, node: &str) -> bool {
+    volume.is_none_or(|volume| volume.attachments.iter().all(|a| a.node != node))
 }
 
 /// Returns true if the present use of the volume is this node's, and the volume was opened in it.

@@ -279,8 +279,8 @@ impl Agent for Services {
         request: Request<NodeReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        let served_elsewhere = self.controller.reports.node(request.get_ref()).await?;
-        Ok(Response::new(ReportAnswer { served_elsewhere, ..ReportAnswer::default() }))
+        let answer = self.controller.reports.node(request.get_ref()).await?;
+        Ok(Response::new(answer.into()))
     }
 
     async fn report_target(
@@ -288,8 +288,8 @@ impl Agent for Services {
         request: Request<TargetReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        let served_elsewhere = self.controller.reports.target(request.get_ref()).await?;
-        Ok(Response::new(ReportAnswer { served_elsewhere, ..ReportAnswer::default() }))
+        let answer = self.controller.reports.target(request.get_ref()).await?;
+        Ok(Response::new(answer.into()))
     }
 
     async fn acquire_epoch(

@@ -26,7 +26,7 @@ use crate::state::{State, about};
 use crate::status::health::Conditions;
 use crate::text::plain;
 use crate::time::now_ms;
-use crate::volume::devices::{self, Devices};
+use crate::volume::devices::{self, Devices, DevicesAnswer};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
 use crate::volume::verification::Verifier;
@@ -344,8 +344,8 @@ impl Reports {
         Ok(is_present)
     }
 
-    /// Takes a node's report in; the answer names its devices whose volumes others have used since.
-    pub async fn node(&self, report: &NodeReport) -> Result<Vec<api::ServedElsewhere>, Error> {
+    /// Takes a node's report in; the answer says what the records have of its devices.
+    pub async fn node(&self, report: &NodeReport) -> Result<DevicesAnswer, Error> {
         quoin_identity::check_name("node", &report.node)?;
         address("address", &report.address)?;
         short("version", &report.version)?;
@@ -378,10 +378,7 @@ impl Reports {
 
     /// A target lives: its node is one that volumes can be attached to, and online. CSI's report
     /// of the node stays beside that.
-    pub async fn target(
-        &self,
-        report: &api::TargetReport,
-    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+    pub async fn target(&self, report: &api::TargetReport) -> Result<DevicesAnswer, Error> {
         quoin_identity::check_name("node", &report.node)?;
         address("address", &report.address)?;
         short("version", &report.version)?;
@@ -440,14 +437,14 @@ impl Reports {
         Ok(about)
     }
 
-    /// Takes a sign of life in. `devices`: those that the node has now, where it says so; those whose
-    /// volumes others have used since are the answer.
+    /// Takes a sign of life in. `devices`: those that the node has now, where it says so; the answer is
+    /// what the records have of them.
     fn node_lives(
         &self,
         about: Object,
         leaving: bool,
         devices: Option<&[api::DeviceReport]>,
-    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+    ) -> Result<DevicesAnswer, Error> {
         let devices = devices.map(devices::seen).transpose()?;
         let node = about.name.clone();
         {
@@ -468,7 +465,7 @@ impl Reports {
             let told = "it reports again";
             self.state.events.record_of(&by, Severity::Normal, about, "NodeOnline", told);
         }
-        Ok(self.devices.announce(&node))
+        Ok(self.devices.answer(&node))
     }
 
     /// Takes a target's report in; the answer is a fresh grant where the target may have one.

@@ -2,17 +2,18 @@
 //! (`quoin_cluster::records::Use`), and whether a process has the device in use. A device is made for one
 //! use and fails after it.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
-use quoin_api::control::{self as api, ServedElsewhere};
-use quoin_cluster::ownership::devices::{self, DeviceSeen, NodeReports, is_over};
+use quoin_api::control::{self as api, DetachedDevice, DeviceSize, ReportAnswer, ServedElsewhere};
+use quoin_cluster::ownership::devices::{self, DeviceSeen, NodeReports, is_detached, is_over};
 use quoin_cluster::records::{Concerned, VolumeRecord};
 use quoin_types::VolumeId;
 
 use crate::Error;
 use crate::fields::{id, sentence, short};
-use crate::state::events::Severity;
+use crate::state::events::{Object, Severity};
 use crate::state::observed::NodeSeen;
 use crate::state::{State, about};
 use crate::time;
@@ -20,6 +21,9 @@ use crate::time;
 /// Most devices in one report.
 const DEVICES_MAX: usize = 4096;
 const MOUNTS_MAX: usize = 8;
+/// Time that users of a device have after its volume was detached, before an event names them. Their
+/// host gives them a little more, and then fails their IO.
+const IN_USE_FOR: Duration = Duration::from_secs(3);
 
 /// Checks the devices that a node reports.
 pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Error> {
@@ -39,6 +43,8 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
             in_use: device.in_use,
             mounts,
             since_epoch: device.since_epoch,
+            size_bytes: device.size_bytes,
+            dead: sentence("dead", &device.dead)?,
         })
     };
     devices.iter().map(seen).collect()
@@ -49,15 +55,100 @@ pub struct Devices {
     state: Arc<State>,
     /// Devices whose volume another node has used since, each told once: node, volume and its use.
     known: Mutex<HashSet<(String, VolumeId, u64)>>,
+    /// Devices in use of volumes that are detached from their node, by node and volume: since when, and
+    /// whether an event tells of it.
+    left: Mutex<HashMap<(String, VolumeId), (Instant, bool)>>,
+}
+
+/// What a report of devices is answered with.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DevicesAnswer {
+    /// Devices of an earlier use of their volume.
+    pub served_elsewhere: Vec<ServedElsewhere>,
+    /// Devices of volumes that are not attached to the node.
+    pub detached: Vec<DetachedDevice>,
+    /// Devices that are smaller than their volume.
+    pub sizes: Vec<DeviceSize>,
+}
+
+impl From<DevicesAnswer> for ReportAnswer {
+    fn from(answer: DevicesAnswer) -> Self {
+        let DevicesAnswer { served_elsewhere, detached, sizes } = answer;
+        Self { served_elsewhere, detached, sizes, ..Self::default() }
+    }
 }
 
 impl Devices {
     pub(crate) fn new(state: Arc<State>) -> Self {
-        Self { state, known: Mutex::default() }
+        Self { state, known: Mutex::default(), left: Mutex::default() }
+    }
+
+    /// Returns what the records have of the devices that a node reported just now, and records events of
+    /// those that are dead.
+    pub(crate) fn answer(&self, node: &str) -> DevicesAnswer {
+        // Records that do not rule may lack a volume, and where it is attached.
+        if self.state.check_ruling().is_err() {
+            return DevicesAnswer::default();
+        }
+        let devices = self.state.observed().nodes.get(node).map(|seen| seen.devices().to_vec());
+        let devices = devices.unwrap_or_default();
+        let (mut detached, mut sizes, mut left) = (Vec::new(), Vec::new(), Vec::new());
+        for device in &devices {
+            let volume = self.state.volumes.get(&device.volume.to_string());
+            let volume_id = device.volume.to_string();
+            if is_detached(volume.as_deref(), node) {
+                if device.in_use {
+                    left.push((device, volume.clone()));
+                }
+                let name = volume.map(|volume| volume.spec.name.clone()).unwrap_or_default();
+                detached.push(DetachedDevice { volume_id, name });
+            } else if let Some(volume) = volume
+                && (1..volume.size_bytes).contains(&device.size_bytes)
+            {
+                sizes.push(DeviceSize { volume_id, size_bytes: volume.size_bytes });
+            }
+        }
+        self.tell_of_the_left(node, &left);
+        DevicesAnswer { served_elsewhere: self.announce(node), detached, sizes }
+    }
+
+    /// Records an event of each device whose users were not done within some seconds after its volume was
+    /// detached: their IO fails.
+    fn tell_of_the_left(&self, node: &str, left: &[(&DeviceSeen, Option<Arc<VolumeRecord>>)]) {
+        let now = Instant::now();
+        let news = {
+            let mut known = self.left.lock().expect("no holder of this lock panics");
+            known.retain(|(on, volume), _| {
+                on != node || left.iter().any(|(device, _)| device.volume == *volume)
+            });
+            let is_news = |(device, _): &&(&DeviceSeen, _)| {
+                let key = (node.to_owned(), device.volume);
+                let (since, told) = known.entry(key).or_insert((now, false));
+                let lasts = now.duration_since(*since) >= IN_USE_FOR || !device.dead.is_empty();
+                lasts && !std::mem::replace(told, true)
+            };
+            left.iter().filter(is_news).collect::<Vec<_>>()
+        };
+        for (device, volume) in news {
+            let id = device.volume.to_string();
+            let object =
+                volume.as_ref().map_or_else(|| Object::new("volume", &id, &id), |v| about(v));
+            let state = if volume.is_some() { "detached from" } else { "deleted, and left on" };
+            let way_out = match device.mounts.as_slice() {
+                [] => format!("end the programs that have {} open", device.device),
+                mounts => format!("end the users of {} and unmount it", mounts.join(", ")),
+            };
+            let message = format!(
+                "{state} node {node}, where its device {} is in use, and fails its IO, as nothing will \
+                 answer it: {way_out}, or run `quoin volume detach --force {id}` there",
+                device.device
+            );
+            self.state.events.record(Severity::Warning, object, "DeviceLeft", message);
+        }
     }
 
     /// Returns [`Self::served_elsewhere`], and records one event for each device.
-    pub(crate) fn announce(&self, node: &str) -> Vec<ServedElsewhere> {
+    fn announce(&self, node: &str) -> Vec<ServedElsewhere> {
         let served = self.served_elsewhere(node);
         let mut news = Vec::new();
         let changed = {
@@ -130,7 +221,7 @@ impl Devices {
                     mounts: device.mounts.clone(),
                     dead: match is_dead {
                         true => format!("served by {by} since epoch {since_epoch}"),
-                        false => String::new(),
+                        false => device.dead.clone(),
                     },
                 }
             };

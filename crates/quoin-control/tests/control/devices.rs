@@ -16,6 +16,8 @@ fn device(cluster: &Cluster, in_use: bool, since_epoch: u64) -> DeviceReport {
         in_use,
         mounts: if in_use { vec!["/mnt/db".into()] } else { Vec::new() },
         since_epoch,
+        size_bytes: 0,
+        dead: String::new(),
     }
 }
 
@@ -27,7 +29,7 @@ async fn reports(
 ) -> Vec<ServedElsewhere> {
     let report =
         NodeReport { node: node.into(), devices, knows_devices: true, ..NodeReport::default() };
-    cluster.controller.reports.node(&report).await.unwrap()
+    cluster.controller.reports.node(&report).await.unwrap().served_elsewhere
 }
 
 async fn detach(cluster: &Cluster, node: &str) {
@@ -139,7 +141,8 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
         knows_devices: true,
         ..TargetReport::default()
     };
-    assert!(cluster.controller.reports.target(&report).await.unwrap().is_empty());
+    let served = cluster.controller.reports.target(&report).await.unwrap().served_elsewhere;
+    assert!(served.is_empty());
     let refused = check_unused(&cluster, "n1").unwrap_err();
     assert!(refused.to_string().contains("in use on node n1"), "{refused}");
     // A report without devices, as CSI's without an attach process, removes none.
@@ -149,8 +152,51 @@ async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_
     detach(&cluster, "n1").await;
     cluster.attach("db", "n2").await.unwrap();
     cluster.open_volume(cluster.volume("db").id.0, "n2", 11).await;
-    let served = cluster.controller.reports.target(&report).await.unwrap();
+    let served = cluster.controller.reports.target(&report).await.unwrap().served_elsewhere;
     assert_eq!((served.len(), served[0].node.as_str()), (1, "n2"));
+}
+
+/// A volume that is detached or deleted cannot come back by itself, so its device must not wait.
+#[tokio::test]
+async fn a_node_is_told_of_devices_whose_volume_it_has_no_more_and_of_those_that_are_too_small() {
+    let cluster = opened().await;
+    let volume = cluster.volume("db");
+    let own = device(&cluster, true, told_since(&cluster, "n1"));
+    let report = |device: &DeviceReport| NodeReport {
+        node: "n1".into(),
+        devices: vec![device.clone()],
+        knows_devices: true,
+        ..NodeReport::default()
+    };
+    let answer = async |device: &DeviceReport| {
+        cluster.controller.reports.node(&report(device)).await.unwrap()
+    };
+    let told = || cluster.reasons().iter().filter(|reason| *reason == "DeviceLeft").count();
+    let sized = |size_bytes| DeviceReport { size_bytes, ..own.clone() };
+    assert_eq!(answer(&sized(volume.size_bytes)).await, Default::default());
+    assert_eq!(answer(&sized(0)).await, Default::default(), "its size is unknown");
+    let sizes = answer(&sized(volume.size_bytes - 4096)).await.sizes;
+    assert_eq!((sizes.len(), sizes[0].size_bytes), (1, volume.size_bytes));
+
+    detach(&cluster, "n1").await;
+    let detached = answer(&sized(volume.size_bytes - 4096)).await;
+    assert_eq!((detached.detached.len(), detached.sizes.len()), (1, 0));
+    assert_eq!(detached.detached[0].name, "db");
+    // Its IO is held yet.
+    assert_eq!(told(), 0);
+    let dead = DeviceReport { dead: "not attached here".into(), ..own.clone() };
+    answer(&dead).await;
+    answer(&dead).await;
+    assert_eq!(told(), 1);
+    assert_eq!(cluster.shown("db").devices[0].dead, "not attached here");
+
+    cluster.attach("db", "n1").await.unwrap();
+    assert!(answer(&own).await.detached.is_empty());
+    detach(&cluster, "n1").await;
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
+    cluster.settle().await.unwrap();
+    let gone = answer(&dead).await.detached;
+    assert_eq!((gone.len(), gone[0].volume_id.as_str()), (1, own.volume_id.as_str()));
 }
 
 #[tokio::test]

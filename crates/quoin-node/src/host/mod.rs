@@ -1,10 +1,10 @@
 //! One host's volumes: staged, published, measured and grown. Each call is idempotent, and a kill
 //! after any step is safe.
 //!
-//! The order of every change is: write the record (an intent), do the step, continue. No step is
-//! undone on failure: the next call, of either kind, finds the present state by asking the kernel
-//! and the attach process, and continues from there. Callers ensure that there is one call a volume
-//! at a time.
+//! The order of every change is: write the record (an intent), do the step, continue. After a kill
+//! the next call, of either kind, finds the present state by asking the kernel and the attach
+//! process, and continues from there. A staging that is refused takes back what it made, as its
+//! caller may never call again. Callers ensure that there is one call a volume at a time.
 
 mod health;
 mod paths;
@@ -26,7 +26,7 @@ use quoin_encryption::DataKey;
 
 use crate::attach::{AttachRequest, Attacher, hand_key, wait_for_socket};
 use crate::device_calls::DeviceCalls;
-use crate::error::Error;
+use crate::error::{Error, Kind};
 use crate::format::{self, FileSystem, Image, Job};
 use crate::mountinfo::{self, Mount};
 use crate::probe::{self, Content};
@@ -148,7 +148,7 @@ impl NodeHost {
     }
 
     async fn stage_for(&self, request: &StageRequest, purpose: Purpose) -> Result<(), Error> {
-        let staging = self.stage_steps(request, purpose);
+        let staging = self.stage_or_nothing(request, purpose);
         let outcome = self.steps.reported(&request.volume, "staging", staging).await;
         let how = outcome.as_ref().map(drop);
         self.troubles.ended(&request.volume, FaultKind::StagingFailed, how);
@@ -175,6 +175,52 @@ impl NodeHost {
         self.stage_for(&writable, Purpose::Replay).await?;
         self.unstage(&request.volume, &request.staging_path).await?;
         Ok(())
+    }
+
+    /// Stages, and leaves nothing of a staging that is refused. One that may be repeated with success
+    /// keeps what it has.
+    async fn stage_or_nothing(
+        &self,
+        request: &StageRequest,
+        purpose: Purpose,
+    ) -> Result<(), Error> {
+        let volume = &request.volume;
+        let before = self.attacher.device(volume).await;
+        let outcome = self.stage_steps(request, purpose).await;
+        let Err(error) = &outcome else { return outcome };
+        let is_killed = matches!(error, Error::Stopped(_));
+        // A device that was there before is another call's, or of pods that have the volume.
+        if is_killed || error.kind() == Kind::Unavailable || !matches!(before, Ok(None)) {
+            return outcome;
+        }
+        if let Err(error) = self.take_back(request).await {
+            tracing::warn!(volume, %error, "what a refused staging made is still here");
+        }
+        outcome
+    }
+
+    async fn take_back(&self, request: &StageRequest) -> Result<(), Error> {
+        let volume = &request.volume;
+        let Some(device) = self.attacher.device(volume).await? else {
+            return self.forget_staging(volume);
+        };
+        let path = resolve(&request.staging_path);
+        if let Some(present) = mountinfo::at(&mountinfo::read()?, &path)
+            && is_of_device(present, &device)
+        {
+            self.unmount(volume, &path).await?;
+        }
+        self.attacher.detach(volume).await?;
+        self.forget_staging(volume)
+    }
+
+    fn forget_staging(&self, volume: &str) -> Result<(), Error> {
+        match self.records.load(volume)? {
+            Some(record) if record.staging.as_ref().is_some_and(|staging| !staging.complete) => {
+                self.records.save(&Record { staging: None, ..record })
+            }
+            _ => Ok(()),
+        }
     }
 
     async fn stage_steps(&self, request: &StageRequest, purpose: Purpose) -> Result<(), Error> {

@@ -613,7 +613,7 @@ async fn a_device_with_anything_on_it_is_never_formatted() {
         fs::write(world.attacher.file(VOLUME), &image).unwrap();
         let error = node.stage(&world.stage_request(ext4())).await.unwrap_err();
         assert_eq!(error.kind(), Kind::FailedPrecondition, "{name}: {error}");
-        world.unstage(&node).await;
+        world.assert_clean();
         assert_eq!(fs::read(world.attacher.file(VOLUME)).unwrap(), image, "{name}");
     }
 }
@@ -628,9 +628,24 @@ async fn a_volume_that_holds_ext4_is_not_mounted_as_xfs() {
     let xfs = Access::Mount { file_system: FileSystem::Xfs, flags: Vec::new() };
     let error = node.stage(&world.stage_request(xfs)).await.unwrap_err();
     assert!(error.to_string().contains("ext4"), "{error}");
-    world.unstage(&node).await;
+    world.assert_clean();
     node.stage(&world.stage_request(ext4())).await.unwrap();
     assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "kept");
+}
+
+/// An orchestrator does not unstage what it was refused.
+#[tokio::test]
+async fn a_staging_that_is_refused_leaves_neither_device_nor_record() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let flags = vec!["commit=abc".to_owned()];
+    let wrong = Access::Mount { file_system: FileSystem::Ext4, flags };
+    node.stage(&world.stage_request(wrong)).await.unwrap_err();
+    world.assert_clean();
+    assert!(!node.has_record(VOLUME).unwrap());
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    world.unstage(&node).await;
+    world.assert_clean();
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use quoin_identity::{Identity, Role};
+use quoin_identity::{Identity, JoinRequest, Role};
 use serde::Serialize;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -136,8 +136,18 @@ async fn certified(role: Role, directory: &Path, member: &MemberOptions) -> Resu
         // Its holder joins again.
         Ok(identity) if identity.has_run_out() => false,
         Ok(identity) => {
-            identity.renew(&member.controller).await.context("renew the certificate")?;
-            true
+            let renewed = identity.renew(&member.controller).await;
+            let request = member.join_request(role, directory)?;
+            let is_replaced = |request: &JoinRequest| identity.is_replaced(&request.token);
+            match (renewed, request.filter(is_replaced)) {
+                (Ok(()), _) => true,
+                // The authority was replaced at once, and nothing that the former one signed counts.
+                (Err(_), Some(JoinRequest { controller, token, role, name })) => {
+                    let again = quoin_identity::join(&controller, &token, role, &name, directory);
+                    return again.await.context("join again");
+                }
+                (Err(error), None) => return Err(error).context("renew the certificate"),
+            }
         }
         Err(quoin_identity::Error::NotJoined { .. }) => false,
         Err(error) => return Err(error.into()),

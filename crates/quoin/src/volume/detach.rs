@@ -2,9 +2,9 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
-use quoin_api::control::{UnpublishVolumeRequest, Volume};
-use quoin_attach::Error as AttachError;
-use quoin_attach::protocol::Kind;
+use quoin_api::control::{UnpublishVolumeRequest, Volume, VolumeSpec};
+use quoin_attach::protocol::{Attached, Kind};
+use quoin_attach::{Error as AttachError, file_name};
 use serde::Serialize;
 use std::io::{BufRead, IsTerminal};
 use std::time::{Duration, Instant};
@@ -57,7 +57,14 @@ pub async fn detach(
     format: Format,
 ) -> Result<()> {
     let client = &options.host.client(client);
-    let volume = get_volume(cluster, &options.volume).await?;
+    let volume = match get_volume(cluster, &options.volume).await {
+        Ok(volume) => volume,
+        // What is here of a volume that was deleted is removed all the same.
+        Err(error) => match left_here(&options.volume, client).await? {
+            Some(left) => return detach_left(&left, &options, client, format).await,
+            None => return Err(error),
+        },
+    };
     if let Some(device) = other_daemons_device(&volume, client)? {
         bail!(
             "volume {} is a device of this host, {}, served by another `quoin attach` than the one \
@@ -147,6 +154,46 @@ pub async fn detach(
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+}
+
+/// Finds what this host has of a volume without a record, by its id or by the name of its link.
+async fn left_here(named: &str, client: &ClientOptions) -> Result<Option<Volume>> {
+    let answer_max = client.timeout().min(Duration::from_secs(2));
+    let listed = tokio::time::timeout(answer_max, attach_daemon(client).list()).await;
+    let is_it = |attached: &&Attached| {
+        let link = attached.link.as_ref().and_then(|link| link.file_name());
+        let by_link = link.is_some() && link == file_name(named).as_deref().map(AsRef::as_ref);
+        attached.volume == named || by_link
+    };
+    let listed = listed.ok().and_then(Result::ok).unwrap_or_default();
+    let mut id = listed.iter().find(is_it).map(|attached| attached.volume.clone());
+    if id.is_none() {
+        let run = std::fs::canonicalize(client.run_directory()).unwrap_or_default();
+        let devices = loop_devices::Device::over(&run)?;
+        id = devices.into_iter().map(|device| device.volume).find(|volume| volume == named);
+    }
+    let spec = VolumeSpec { name: named.to_owned(), ..VolumeSpec::default() };
+    Ok(id.map(|id| Volume { id, spec: Some(spec), ..Volume::default() }))
+}
+
+/// Removes what this host has of a volume without a record.
+async fn detach_left(
+    volume: &Volume,
+    options: &DetachOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    detach_local_device(volume, options, client).await?;
+    at_boot::forget(volume)?;
+    let view = DetachedView {
+        volume: options.volume.clone(),
+        id: volume.id.clone(),
+        state: "removed",
+        waiting_for: String::new(),
+    };
+    output::print_one(format, &view, || {
+        format!("there is no volume {} any more; its device on this host is removed", view.volume)
+    })
 }
 
 /// The node that a volume is to be taken from, empty for each that it is attached to; `None`: it

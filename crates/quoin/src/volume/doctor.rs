@@ -79,6 +79,16 @@ impl ConditionView {
 impl From<Volume> for DoctorView {
     fn from(volume: Volume) -> Self {
         let mut notes = Vec::new();
+        let is_here = |node: &str| volume.attachments.iter().any(|on| on.node == node);
+        for device in volume.devices.iter().filter(|device| device.dead.is_empty()) {
+            if !is_here(&device.node) {
+                notes.push(format!(
+                    "node {} still has the device {} of it, though it is not attached there: it goes \
+                     by itself once nothing uses it",
+                    device.node, device.device
+                ));
+            }
+        }
         for device in volume.devices.iter().filter(|device| !device.dead.is_empty()) {
             notes.push(format!(
                 "a device on node {} is dead ({}); its users there must unmount it",

@@ -365,6 +365,8 @@ impl Cluster {
             in_use: device.in_use_since.is_some(),
             mounts: Vec::new(),
             since_epoch: device.since_epoch,
+            size_bytes: 0,
+            dead: String::new(),
         });
         let told = there.attach_answers.then(|| (now, devices.collect()));
         let seen = self.observed.nodes.entry(name.clone());
