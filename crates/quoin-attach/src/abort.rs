@@ -130,5 +130,6 @@ impl Handles {
 
 /// Text for people about a device whose volume another node has.
 pub(crate) fn served_elsewhere(node: &str, since_epoch: u64) -> String {
+    let since_epoch = quoin_types::Epoch(since_epoch);
     format!("served by {node} since epoch {since_epoch}; mounts here are dead")
 }

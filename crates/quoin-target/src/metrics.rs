@@ -210,6 +210,7 @@ impl Metrics {
     pub fn lost(&self, served: &[ServedElsewhere]) {
         let problem = |served: &ServedElsewhere| {
             let ServedElsewhere { name, node, since_epoch, .. } = served;
+            let since_epoch = quoin_types::Epoch(*since_epoch);
             let why = format!("served by {node} since epoch {since_epoch}; mounts here are dead");
             (name.clone(), why)
         };

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use quoin_api::control::{self as api, DetachedDevice, DeviceSize, ReportAnswer, ServedElsewhere};
 use quoin_cluster::ownership::devices::{self, DeviceSeen, NodeReports, is_detached, is_over};
 use quoin_cluster::records::{Concerned, VolumeRecord};
-use quoin_types::VolumeId;
+use quoin_types::{Epoch, VolumeId};
 
 use crate::Error;
 use crate::fields::{id, sentence, short};
@@ -172,6 +172,7 @@ impl Devices {
         };
         for ServedElsewhere { volume_id, node: by, since_epoch, .. } in news {
             let Some(volume) = self.state.volumes.get(volume_id) else { continue };
+            let since_epoch = Epoch(*since_epoch);
             let message = format!(
                 "served by {by} since epoch {since_epoch}: mounts of an earlier use on node {node} \
                  are dead and fail their IO; end their users and unmount them, or run `quoin volume \
@@ -220,7 +221,7 @@ impl Devices {
                     in_use: device.in_use,
                     mounts: device.mounts.clone(),
                     dead: match is_dead {
-                        true => format!("served by {by} since epoch {since_epoch}"),
+                        true => format!("served by {by} since epoch {}", Epoch(since_epoch)),
                         false => device.dead.clone(),
                     },
                 }
