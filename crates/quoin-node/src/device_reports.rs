@@ -156,7 +156,7 @@ impl DeviceReports {
     }
 }
 
-/// What is left of a volume that is attached here no more, and the way out.
+/// Text about a device whose volume is attached here no more, with the way out.
 fn left_over(device: &DeviceUse, why: &str) -> String {
     let shown = device.device.display();
     let way_out = match device.mounts.as_slice() {

@@ -60,7 +60,7 @@ pub struct Devices {
     left: Mutex<HashMap<(String, VolumeId), (Instant, bool)>>,
 }
 
-/// What a report of devices is answered with.
+/// Answer to a report of devices.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DevicesAnswer {
     /// Devices of an earlier use of their volume.

@@ -59,7 +59,7 @@ pub async fn detach(
     let client = &options.host.client(client);
     let volume = match get_volume(cluster, &options.volume).await {
         Ok(volume) => volume,
-        // What is here of a volume that was deleted is removed all the same.
+        // A device of a volume that was deleted is removed all the same.
         Err(error) => match left_here(&options.volume, client).await? {
             Some(left) => return detach_left(&left, &options, client, format).await,
             None => return Err(error),
