@@ -12,8 +12,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, contexts, declare, demo, dev, events, group, listing, mirror, offline, roles, schedule,
-    scrub, snapshot, target, tokens, volume,
+    admins, completion, contexts, declare, demo, dev, events, group, listing, mirror, offline,
+    roles, schedule, scrub, snapshot, status, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -90,6 +90,9 @@ enum Command {
     /// Other clusters, and the volumes that are mirrored to and from them: pair, enable, promote, demote.
     #[command(subcommand)]
     Mirror(mirror::MirrorCommand),
+    /// The cluster on one page: its parts, the volumes that are not well, the work under way.
+    #[command(after_help = status::HELP)]
+    Status,
     /// Events so far, and with -w those that come.
     Events(events::EventOptions),
     /// The cluster as a whole.
@@ -138,7 +141,7 @@ const COMPLETE: &str = "QUOIN_COMPLETE";
 
 /// Answers a shell that asks what may come next, and ends this process then.
 pub fn complete() {
-    CompleteEnv::with_factory(Cli::command).var(COMPLETE).complete();
+    CompleteEnv::with_factory(|| completion::with_names(Cli::command())).var(COMPLETE).complete();
 }
 
 /// The arguments of this process. Without a command, or with a group alone, the user gets its help
@@ -257,6 +260,7 @@ impl Cli {
             }
             Command::Admin(command) => wait_for(admins::run(command, &client, format)),
             Command::Context(command) => contexts::run(command, format),
+            Command::Status => wait_for(status::run(&client, format)),
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),

@@ -69,6 +69,12 @@ enum Route {
 }
 
 impl ClientOptions {
+    /// The way to the controller of a command without flags.
+    pub fn of_environment() -> Self {
+        let socket = std::env::var_os("QUOIN_SOCKET").filter(|socket| !socket.is_empty());
+        Self { socket: socket.map(PathBuf::from), context: None, timeout: 1, run: None }
+    }
+
     /// Named ways come first, then a socket of this host, then the current context.
     fn route(&self) -> Route {
         if let Some(context) = &self.context {

@@ -21,7 +21,7 @@ pub struct EventOptions {
     volume: Option<String>,
 }
 
-/// An event; with `-o json`, one object a line.
+/// An event; with `-o json -w`, one object a line, as a list would have no end.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct EventView {
@@ -76,6 +76,13 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
     let mut cluster = client.connect().await?;
     let mut events = cluster.watch_events(request.clone()).await.map_err(refusal)?.into_inner();
     let (mut printed, mut repeated) = (None, None);
+    if !options.watch && matches!(format, Format::Json | Format::Yaml) {
+        let mut all = Vec::new();
+        while let Some(event) = events.message().await.map_err(refusal)? {
+            all.push(EventView::from(event));
+        }
+        return output::print_one(format, &all, String::new);
+    }
     loop {
         match events.message().await {
             Ok(Some(event)) => {

@@ -7,6 +7,7 @@
 mod admins;
 mod cli;
 mod client;
+mod completion;
 mod contexts;
 mod cordon;
 mod declare;
@@ -28,6 +29,7 @@ mod schedule;
 mod scrub;
 mod size;
 mod snapshot;
+mod status;
 mod target;
 mod tokens;
 mod volume;

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use crate::common::dev::{Dev, Scratch, eventually, signal};
+
 fn quoin(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_quoin"))
         .args(arguments)
@@ -282,6 +284,11 @@ fn help_teaches_the_first_steps() {
 
 /// Returns the proposals of a script of `quoin completion bash` for the last of these words.
 fn proposed(home: &Path, words: &[&str]) -> Vec<String> {
+    proposed_at(home, None, words)
+}
+
+/// Proposals of a shell where commands talk to the controller behind this socket.
+fn proposed_at(home: &Path, socket: Option<&Path>, words: &[&str]) -> Vec<String> {
     let script = "source <(quoin completion bash); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); \
                   COMP_TYPE=9; _clap_complete_quoin quoin \"${!#}\"; printf '%s\\n' \"${COMPREPLY[@]}\"";
     let binary = Path::new(env!("CARGO_BIN_EXE_quoin")).parent().unwrap();
@@ -292,6 +299,7 @@ fn proposed(home: &Path, words: &[&str]) -> Vec<String> {
         .env("PATH", path)
         .env("HOME", home)
         .env_remove("XDG_CONFIG_HOME")
+        .envs(socket.map(|socket| ("QUOIN_SOCKET", socket)))
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -319,6 +327,44 @@ fn a_shell_completes_commands_flags_and_names_of_contexts() {
         assert!(script.status.success());
         assert!(String::from_utf8_lossy(&script.stdout).contains("QUOIN_COMPLETE"));
     }
+}
+
+#[test]
+fn a_shell_completes_names_of_volumes_and_pools_and_one_page_shows_the_cluster() {
+    let scratch = Scratch::new("names");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    for name in ["archive-1", "archive-2", "db"] {
+        dev.ok(&["volume", "create", name, "--size", "16MiB"]);
+    }
+    let socket = dev.directory.join("run/admin.sock");
+    let proposed = |words: &[&str]| proposed_at(&scratch.0, Some(&socket), words);
+    assert_eq!(proposed(&["quoin", "volume", "get", "ar"]), ["archive-1", "archive-2"]);
+    assert_eq!(proposed(&["quoin", "volume", "resize", "d"]), ["db"]);
+    assert_eq!(proposed(&["quoin", "pool", "drain", "pool-b"]), ["pool-b"]);
+    assert!(!proposed(&["quoin", "volume", "create", "ar"]).contains(&"archive-1".to_owned()));
+
+    let page = eventually("all is well", || {
+        let page = dev.quoin(&["status", "-o", "json"]);
+        let page: serde_json::Value = serde_json::from_slice(&page.stdout).unwrap();
+        (page["well"] == true).then_some(page)
+    });
+    assert_eq!(
+        (&page["pools"]["count"], &page["volumes"]["well"]),
+        (&3.into(), &3.into()),
+        "{page}"
+    );
+    let pool = dev.pid("pool-c").unwrap();
+    signal(pool, "STOP");
+    eventually("a pool is away", || {
+        let page = dev.quoin(&["status"]);
+        let text = String::from_utf8_lossy(&page.stdout).into_owned();
+        let is_told = page.status.code() == Some(3) && text.contains("pool-c: Offline");
+        is_told.then_some(())
+    });
+    signal(pool, "CONT");
+    let events = dev.json(&["events"]);
+    assert!(events.as_array().is_some_and(|all| all.len() > 3), "{events}");
+    dev.stop();
 }
 
 #[test]

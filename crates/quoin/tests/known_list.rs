@@ -360,8 +360,7 @@ fn a_surplus_newcomer_is_refused_and_alarms() {
         )
     );
     let reported = dev.ok(&["events", "-o", "json"]);
-    let reported: Vec<Value> =
-        reported.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let reported: Vec<Value> = serde_json::from_str(&reported).unwrap();
     let alarms: Vec<_> = reported.iter().filter(|e| e["reason"] == "TooManyReplicas").collect();
     assert!(alarms.iter().all(|e| e["severity"] == "Warning"), "{alarms:?}");
     // There is a place for it once the other one has left.

@@ -44,11 +44,8 @@ fn linked(cluster: &Cluster, what: &str, holds: impl Fn(&serde_json::Value) -> b
 
 fn reasons(cluster: &Cluster) -> Vec<String> {
     let events = cluster.ok(&["events", "-o", "json"]);
-    let reason = |line: &str| {
-        let event: serde_json::Value = serde_json::from_str(line).unwrap();
-        event["reason"].as_str().unwrap().to_owned()
-    };
-    events.lines().map(reason).collect()
+    let events: Vec<serde_json::Value> = serde_json::from_str(&events).unwrap();
+    events.iter().map(|event| event["reason"].as_str().unwrap().to_owned()).collect()
 }
 
 fn refused(cluster: &Cluster, arguments: &[&str]) -> String {

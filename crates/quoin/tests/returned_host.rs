@@ -126,12 +126,9 @@ fn writer(mount: &Path) -> Child {
 
 fn events(cluster: &Cluster) -> Vec<(String, String)> {
     let reported = cluster.ok(&["events", "-o", "json"]);
-    let events = serde_json::Deserializer::from_str(&reported).into_iter::<Value>();
+    let events: Vec<Value> = serde_json::from_str(&reported).unwrap();
     let text = |event: &Value, key: &str| event[key].as_str().unwrap_or_default().to_owned();
-    events
-        .map(Result::unwrap)
-        .map(|event| (text(&event, "reason"), text(&event, "message")))
-        .collect()
+    events.iter().map(|event| (text(event, "reason"), text(event, "message"))).collect()
 }
 
 /// Asserts that it is never reported unhealthy from its first attachment to its being online.

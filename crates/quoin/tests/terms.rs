@@ -187,9 +187,8 @@ fn epoch(user: &User) -> u64 {
 
 fn reasons(user: &User) -> Vec<String> {
     let events = user.ok(&["events", "-o", "json"]);
-    let events =
-        events.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    events.map(|event| event["reason"].as_str().unwrap().to_owned()).collect()
+    let events: Vec<serde_json::Value> = serde_json::from_str(&events).unwrap();
+    events.iter().map(|event| event["reason"].as_str().unwrap().to_owned()).collect()
 }
 
 #[test]

@@ -153,7 +153,10 @@ impl Cordons {
     pub fn status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
         object(&self.state, scope)?;
         let pools = pools_of(&self.state, scope);
-        let state = standing(&self.state, std::slice::from_ref(scope), || pools.clone());
+        let mut state = standing(&self.state, std::slice::from_ref(scope), || pools.clone());
+        if state == "draining" && has_left(&self.state, &pools) {
+            state = "drained";
+        }
         let mut replicas = Vec::new();
         for volume in self.state.volumes_of_pools(&pools) {
             let status = crate::status::of(&self.state, &volume);
@@ -291,6 +294,24 @@ fn is_empty(state: &State, pools: &HashSet<String>) -> bool {
     state.volumes.index(|index| pools.iter().all(|pool| index.of_pool(pool).is_none()))
 }
 
+/// Returns true if no volume has a replica in these pools any more, and those that are to clear former
+/// ones away are gone themselves: they would be waited for without end.
+fn has_left(state: &State, pools: &HashSet<String>) -> bool {
+    let is_of_it = |volume: &Arc<VolumeRecord>| {
+        volume.replicas.iter().any(|replica| pools.contains(&replica.pool))
+    };
+    if state.volumes_of_pools(pools).iter().any(is_of_it) {
+        return false;
+    }
+    let observed = state.observed();
+    let after = state.settings.offline_after;
+    let is_done = |pool: &String| {
+        state.volumes.index(|index| index.of_pool(pool).is_none())
+            || observed.heard_pool(pool, after).is_none()
+    };
+    pools.iter().all(is_done)
+}
+
 /// Returns "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
 /// `pools`: pools that a drain is to empty.
 fn standing(
@@ -333,7 +354,9 @@ pub(crate) fn draining(state: &State) -> HashSet<String> {
 pub(crate) async fn tell_drained(state: &State) -> Result<(), Error> {
     for cordon in state.cordons.list() {
         let scope = Scope::from(&*cordon);
-        if cordon.told || !cordon.drain || !is_empty(state, &pools_of(state, &scope)) {
+        let pools = pools_of(state, &scope);
+        let is_done = || is_empty(state, &pools) || has_left(state, &pools);
+        if cordon.told || !cordon.drain || !is_done() {
             continue;
         }
         let tell = |cordon: &mut CordonRecord| {

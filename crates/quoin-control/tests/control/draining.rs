@@ -88,6 +88,22 @@ async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tell
         .unwrap();
 }
 
+/// Former replicas stay on the disk of a host that is lost, and nobody can clear them away.
+#[tokio::test]
+async fn a_drain_of_a_pool_that_is_gone_ends_once_no_volume_has_a_replica_there() {
+    let mut cluster = Cluster::of(4).await;
+    cluster.create("db").await;
+    cluster.settle().await.unwrap();
+    let from = cluster.volume("db").replicas[0].pool.clone();
+    cluster.goes(&from).await;
+    drain(&cluster, &pool(&from)).await.unwrap();
+    carry_out(&mut cluster, "db").await;
+    cluster.controller.work.healer.look_at_all(tokio::time::Instant::now()).await.unwrap();
+    assert!(cluster.volume("db").replicas.iter().all(|replica| replica.pool != from));
+    assert_eq!(cluster.controller.work.cordons.status(&pool(&from)).unwrap().state, "drained");
+    assert!(cluster.reasons().contains(&"Drained".to_owned()));
+}
+
 #[tokio::test]
 async fn a_drain_with_nowhere_to_go_is_refused_for_each_volume_with_the_reason() {
     let mut cluster = Cluster::new().await;

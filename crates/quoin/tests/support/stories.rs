@@ -30,8 +30,8 @@ pub fn healing(name: &str, pools: &str, after: &str) -> (Scratch, Dev) {
 pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
     // One object a line.
     let events = dev.ok(&["events", "-o", "json"]);
-    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let reported = events.filter(|e| e["reason"] == reason);
+    let events: Vec<Value> = serde_json::from_str(&events).unwrap();
+    let reported = events.iter().filter(|e| e["reason"] == reason);
     reported.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
 }
 
