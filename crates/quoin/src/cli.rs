@@ -359,5 +359,6 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Cli::command().debug_assert();
+        completion::with_names(Cli::command()).debug_assert();
     }
 }

@@ -19,30 +19,35 @@ const WAIT_MAX: Duration = Duration::from_millis(1500);
 const NAMES_MAX: usize = 1000;
 
 /// Gives the arguments of all commands that name something the names that there are.
-pub fn with_names(mut command: Command) -> Command {
+pub fn with_names(command: Command) -> Command {
+    in_group("", command)
+}
+
+/// Same for a command of the group of commands with this name.
+fn in_group(group: &str, mut command: Command) -> Command {
+    let of = command.get_name().to_owned();
     let inner: Vec<_> =
         command.get_subcommands().map(|inner| inner.get_name().to_owned()).collect();
     for name in inner {
-        command = command.mut_subcommand(name, with_names);
+        command = command.mut_subcommand(name, |inner| in_group(&of, inner));
     }
-    let named: Vec<_> = command
-        .get_arguments()
-        .filter_map(|argument| {
-            let shown = argument.get_value_names().and_then(|names| names.first());
-            let shown = shown.map_or(argument.get_id().as_str(), |shown| shown.as_str());
-            Some((argument.get_id().clone(), candidates_of(command.get_name(), shown)?))
-        })
-        .collect();
-    for (id, candidates) in named {
-        command = command.mut_arg(id, |argument| argument.add(candidates));
-    }
-    command
+    // One after the other and all of them, as an argument that is changed alone goes to the end.
+    command.mut_args(|argument| {
+        let shown = argument.get_value_names().and_then(|names| names.first());
+        let shown = shown.map_or(argument.get_id().as_str(), |shown| shown.as_str());
+        match candidates_of(group, &of, shown) {
+            Some(candidates) => argument.add(candidates),
+            None => argument,
+        }
+    })
 }
 
 /// The names that stand for an argument that is shown by this word.
-fn candidates_of(command: &str, shown: &str) -> Option<ArgValueCandidates> {
-    let makes_one = command == "create";
-    match shown.to_ascii_lowercase().as_str() {
+fn candidates_of(group: &str, command: &str, shown: &str) -> Option<ArgValueCandidates> {
+    let makes_one = matches!(command, "create" | "run");
+    let shown = shown.to_ascii_lowercase();
+    let is_of_its_group = shown == "name" && !makes_one;
+    match if is_of_its_group { group } else { shown.as_str() } {
         "volume" | "volumes" if !makes_one => Some(ArgValueCandidates::new(volumes)),
         "pool" | "pools" => Some(ArgValueCandidates::new(pools)),
         "node" => Some(ArgValueCandidates::new(nodes)),
