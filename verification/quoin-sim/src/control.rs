@@ -5,12 +5,17 @@
 use std::ops::Deref;
 
 use quoin_cluster::Refusal;
+use quoin_cluster::mirror::Keepsake;
 use quoin_cluster::ownership::epochs::{self, Acquire, MembershipSwap};
-use quoin_cluster::ownership::{attachment, change, lending, lifecycle, recovery, replicas};
+use quoin_cluster::ownership::{
+    attachment, change, lending, lifecycle, mirrored, recovery, replicas,
+};
 use quoin_cluster::records::{
-    Cause, MembershipRecord, Replay, ReplicaPhase, ReplicaRecord, Spec, VolumePhase, VolumeRecord,
+    Cause, MembershipRecord, Replay, ReplicaPhase, ReplicaRecord, Spec, VolumeMirror, VolumePhase,
+    VolumeRecord,
 };
 use quoin_replication::primary::LiveOptions;
+use quoin_types::ids::GroupId;
 use quoin_types::{Desired, Epoch, Incarnation, Member, Membership, ReplicaGuid, Term, VolumeId};
 
 /// The linearizable record. It is read by its [`View`].
@@ -149,6 +154,45 @@ impl Record {
             .and_then(|_| self.publish(host));
         // Where no epoch is left in the term, all stays as it is.
         changed.is_ok() && self.volume.grants.fenced > fenced
+    }
+
+    /// The role of a mirrored group is kept.
+    pub fn keep(&mut self, group: GroupId, keepsake: Keepsake) {
+        let _ = self.change(|volume, _| {
+            mirrored::keep(volume, group, keepsake);
+            Ok(())
+        });
+    }
+
+    pub fn keepsake(&self) -> Option<Keepsake> {
+        self.volume.mirror.as_ref().map(VolumeMirror::keepsake)
+    }
+
+    /// A mirror takes all grants back, once for each number, and a target of that host is lent. Returns false
+    /// where it was done before.
+    pub fn fence_for(&mut self, number: u128, host: usize) -> bool {
+        let of = |volume: &VolumeRecord| volume.mirror.as_ref().map(|mirror| mirror.fence.0.0);
+        let before = of(&self.volume);
+        let changed = self.change(|volume, term| {
+            mirrored::fence_for(volume, number, term)?;
+            lending::lend(volume, None, Some(&node_name(host)));
+            Ok(())
+        });
+        changed.is_ok() && before != of(&self.volume)
+    }
+
+    /// A target serves the volume at this epoch.
+    pub fn is_opened(&mut self, epoch: Epoch) {
+        let _ = self.change(|volume, _| {
+            mirrored::is_opened(volume, epoch.0);
+            Ok(())
+        });
+    }
+
+    /// The last fence that counts.
+    pub fn fenced(&self) -> u128 {
+        let mirror = self.volume.mirror.as_ref();
+        mirror.filter(|mirror| mirror.is_fenced).map_or(0, |mirror| mirror.fence.0.0)
     }
 
     /// All up to this epoch is taken back, and open sessions at once.

@@ -128,7 +128,7 @@ impl History {
         let (block, at) = (sector / SECTORS as u64, (sector % SECTORS as u64) as usize);
         tag == 0
             || self.begun.get(&block).is_some_and(|tags| tags[at] == tag)
-            || tag <= self.first && self.initial.get(&block).is_some_and(|tags| tags[at] == tag)
+            || self.initial.get(&block).is_some_and(|tags| tags[at] == tag)
             || tag > self.first
                 && self.ops.get(self.index(tag)).is_some_and(|op| match op.draft {
                     Draft::Write { sector: first, sectors, .. } => {

@@ -82,7 +82,7 @@ pub fn run(options: RunOptions) -> Report {
     match options.swarm {
         Swarm::Groups => return run_group(options),
         Swarm::Control => return run_control(options),
-        Swarm::Copies => return run_copies(options),
+        Swarm::Copies | Swarm::Disasters => return run_copies(options),
         _ => {}
     }
     if options.swarm.is_mirrored() {

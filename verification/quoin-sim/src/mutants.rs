@@ -355,6 +355,7 @@ pub const ALL: &[Defect] = &[
     mirror("slots-written-under-an-ended-order", Swarm::Copies),
     mirror("place-of-another-transfer-kept", Swarm::Copies),
     mirror("copy-not-asked-again", Swarm::Copies),
+    mirror("point-behind-the-final-one-kept", Swarm::Disasters),
     mirror("final-point-kept-over-a-recovery", Swarm::Restored),
     mirror("joiner-counted-complete", Swarm::Mirrors),
     // Where all that this forced change asks for has answered, a target can open without it.

@@ -85,6 +85,8 @@ pub enum Swarm {
     Restored,
     /// Points of a volume that are copied to another cluster, by real targets and pools on both sides.
     Copies,
+    /// The same, with the brains of two clusters, and roles that change.
+    Disasters,
     /// Many volumes without a data path: grants, fences, devices, tokens and copies by the records.
     Control,
 }
@@ -125,6 +127,7 @@ impl Swarm {
         Swarm::Failovers,
         Swarm::Restored,
         Swarm::Copies,
+        Swarm::Disasters,
         Swarm::Control,
     ];
 
@@ -164,6 +167,7 @@ impl Swarm {
             Swarm::Failovers => "failovers",
             Swarm::Restored => "restored",
             Swarm::Copies => "copies",
+            Swarm::Disasters => "disasters",
             Swarm::Control => "control",
         }
     }
@@ -312,6 +316,21 @@ impl Swarm {
                 },
                 ..small
             },
+            Swarm::Disasters => {
+                let copies = Swarm::Copies.shape(random)?;
+                Shape {
+                    faults: FaultShape {
+                        count: (6, 24),
+                        horizon_ms: (30_000, 120_000),
+                        ..copies.faults
+                    },
+                    load: LoadShape {
+                        think_ns: (30 * MILLISECOND, 400 * MILLISECOND),
+                        ..copies.load
+                    },
+                    ..copies
+                }
+            }
             Swarm::Detaches => Shape {
                 wanted: Wanted::Power,
                 apart: true,

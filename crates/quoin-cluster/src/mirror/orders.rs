@@ -83,6 +83,11 @@ impl Brain {
             orders.push(Order::Fence(self.record.fence));
         } else if is_fenced && !seen.holds(last) {
             orders.push(Order::Cut(last));
+        } else if is_fenced && !mutant::is("point-behind-the-final-one-kept") {
+            // A point that was named before may be cut late. The view would then show that one, and the demotion
+            // would wait for ever.
+            let behind = seen.points.iter().skip_while(|point| **point != last).skip(1);
+            orders.extend(behind.map(|point| Order::Drop(*point)));
         }
     }
 

@@ -157,6 +157,27 @@ fn a_demotion_that_a_recovery_found_cuts_another_final_point() {
 }
 
 #[test]
+fn a_point_that_is_cut_behind_the_final_one_is_dropped() {
+    break_a_rule();
+    let (late, points) = (PointId(10), Points { last: Some(POINT), ..Points::default() });
+    let record = Record { role: Role::Demoting, points, fence: 7, ..primary() };
+    let mut brain = Brain::new(now(0), record.clone(), 1);
+    let mut dropped = |serial, points: &[PointId], at| {
+        let (mut out, at) = (Vec::new(), Some(at));
+        let seen = Observed { fenced: 7, at, ..*seen(serial, &record, points) };
+        brain.on(now(serial), Event::Observed(VOLUME, Box::new(seen)), &mut out);
+        let order = |action: &Action| match action {
+            Action::Member { order: Order::Drop(point), .. } => Some(*point),
+            _ => None,
+        };
+        (out.iter().find_map(order), stored(&out).map(|record| record.role))
+    };
+    // The view shows the last one that was cut, whichever that is.
+    assert_eq!(dropped(1, &[PointId(8), POINT, late], late), (Some(late), None));
+    assert_eq!(dropped(2, &[PointId(8), POINT], POINT), (None, Some(Role::Secondary)));
+}
+
+#[test]
 fn cuts_of_a_point_that_another_life_named_are_dropped_once_it_is_recorded_as_given_up() {
     break_a_rule();
     let points = Points { cutting: Some(POINT), ..Points::default() };

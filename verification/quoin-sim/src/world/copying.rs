@@ -8,10 +8,11 @@ use quoin_replication::primary::{ChangesAnswer, PrimaryEvent, PrimaryNote, Prima
 use quoin_types::block::{Reply, Request, Token};
 use quoin_types::history::{self, Refused, Taken};
 
-use super::World;
 use super::checkers::Observation;
 use super::targets::Process;
+use super::{Event, World};
 use crate::content::Tag;
+use crate::schedule::MILLISECOND;
 
 /// Tokens of requests that write slots; those of clients lie below.
 const FIRST_TOKEN: Token = 1 << 40;
@@ -138,6 +139,16 @@ impl World {
         let target = self.control.record.owner;
         let life = self.targets[target].life;
         self.observe(&Observation::Reverted { target, life });
+        for queue in 0..self.clients.queues.len() {
+            let delay = self.random.below(500) * MILLISECOND;
+            self.schedule.after(delay, Event::MoveClient { queue });
+        }
+    }
+
+    /// A target begins on a host that the volume was lent to.
+    pub(crate) fn start_soon(&mut self, target: usize) {
+        let delay = self.random.between(1, 500) * MILLISECOND;
+        self.schedule.after(delay, Event::StartTarget { target });
     }
 
     /// Returns true if the target can be reached now.

@@ -12,6 +12,8 @@ use crate::workload::Draft;
 
 /// Simulated time in which everything has to be in sync again after the last fault.
 const RECOVERY_MAX: u64 = 180 * SECOND;
+/// The same where points are copied meanwhile.
+const COPIED_MAX: u64 = 900 * SECOND;
 /// Blocks that are copied, or compared, in a second on the slowest disks with cold caches: a read for each,
 /// one after the other, and pauses as long as these or three times so.
 const COLD_BLOCKS_PER_SECOND: u64 = 10;
@@ -193,6 +195,10 @@ impl World {
     /// Simulated time that a stage may take: more where all of a volume is copied, or compared, from cold
     /// disks.
     fn stage_max(&self, stage: Stage) -> u64 {
+        if self.operators.copying.is_on() {
+            // Two sides wait for each other, and for people.
+            return COPIED_MAX;
+        }
         let reads_all = matches!(stage, Stage::Recovering | Stage::Verifying);
         match reads_all && self.setup.is_cold() {
             true => RECOVERY_MAX.max(self.setup.volume_blocks * SECOND / COLD_BLOCKS_PER_SECOND),

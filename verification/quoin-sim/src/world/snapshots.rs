@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use quoin_replication::primary::{PrimaryEvent, RevertOutcome, SnapshotOutcome, SnapshotWish};
-use quoin_types::{Lsn, SnapshotId};
+use quoin_types::{Epoch, Lsn, SnapshotId};
 
 use super::checkers::Observation;
 use super::{Event, World};
@@ -39,6 +39,8 @@ pub(crate) struct Snapshots {
     reverting: Option<Revert>,
     /// The snapshot that the volume went back to last, and the LSN at which that was done.
     pub reverted: Option<(SnapshotId, Lsn)>,
+    /// Epochs in which snapshots were cut.
+    pub epochs: BTreeMap<SnapshotId, Epoch>,
 }
 
 /// A Revert that is wished for.
@@ -63,6 +65,7 @@ impl Snapshots {
             reverts_left,
             reverting: None,
             reverted: None,
+            epochs: BTreeMap::new(),
         }
     }
 
@@ -83,6 +86,9 @@ impl Snapshots {
     /// A target's answer; an error says how it contradicts an earlier one.
     pub fn answered(&mut self, id: SnapshotId, outcome: SnapshotOutcome) -> Result<(), String> {
         let Some(state) = self.known.get_mut(&id) else { return Ok(()) };
+        if let SnapshotOutcome::Made { head: Some(head), .. } = outcome {
+            self.epochs.insert(id, head.epoch);
+        }
         match (*state, outcome) {
             (State::Wished(SnapshotWish::Make), SnapshotOutcome::Made { lsn, .. }) => {
                 *state = State::Made(lsn);
@@ -246,7 +252,8 @@ impl World {
 
     /// A mirror wishes for a snapshot.
     pub(crate) fn wish_for_snapshot(&mut self, id: SnapshotId) {
-        if self.operators.snapshots.known.contains_key(&id) {
+        let known = &self.operators.snapshots.known;
+        if known.get(&id).is_some_and(|state| *state != State::Deleted) {
             return;
         }
         self.operators.snapshots.known.insert(id, State::Wished(SnapshotWish::Make));

@@ -15,6 +15,7 @@
 //! Links are cut, mirrors and controllers die, orders are late and come twice, bytes are changed; and both
 //! worlds have the faults of their swarm, so targets are killed and replaced, and power fails.
 
+mod brains;
 mod checkers;
 mod lines;
 mod sender;
@@ -25,6 +26,7 @@ use std::collections::BTreeMap;
 
 use quoin_cluster::mirror::feeding::FeedOrder;
 
+use self::brains::{Brains, Work};
 use self::lines::Line;
 use self::sender::Sender;
 use self::source::{Offer, Source};
@@ -35,6 +37,7 @@ use crate::Report;
 use crate::random::Random;
 use crate::schedule::{Instant, MILLISECOND, SECOND, Schedule};
 use crate::stats::{Stats, Violation};
+use crate::swarm::Swarm;
 
 const SOURCE: usize = 0;
 const COPY: usize = 1;
@@ -42,6 +45,8 @@ const COPY: usize = 1;
 const LOOK_EVERY: u64 = 50 * MILLISECOND;
 /// Time after the last fault in which all is copied, at most.
 const COPIED_WITHIN: u64 = 120 * SECOND;
+/// The same where brains decide, which wait for each other.
+const WELL_WITHIN: u64 = 500 * SECOND;
 
 #[derive(Debug)]
 enum CopyEvent {
@@ -49,8 +54,8 @@ enum CopyEvent {
     /// A word of the source's controller reaches that of the copy.
     Offered(Offer),
     Wanted(Want),
-    /// An order reaches a target of the copy, in this life.
-    Ordered((usize, u32), Option<FeedOrder>),
+    /// An order reaches a target of a side, in this life.
+    Ordered(usize, (usize, u32), Option<FeedOrder>),
     Reported(u64, Box<Told>),
     /// The mirror of a side begins a stream, in this life.
     Stream(usize, u64),
@@ -61,6 +66,7 @@ enum CopyEvent {
     Fault,
     LinkBack,
     SenderBack(usize),
+    Brain(Box<Work>),
 }
 
 /// Counts of a run.
@@ -92,8 +98,10 @@ pub(crate) struct Copies {
     source: Source,
     taker: Taker,
     lines: BTreeMap<u64, Line>,
-    /// By target, its life and the token of a transfer: blocks before it were seen to be stable.
-    stable: BTreeMap<(usize, u32, u128), u64>,
+    /// By side, target, its life and the token of a transfer: blocks before it were seen to be stable.
+    stable: BTreeMap<(usize, usize, u32, u128), u64>,
+    /// `None`: each side has a plain record.
+    brains: Option<Brains>,
     calm_since: Option<Instant>,
     counts: Counts,
 }
@@ -113,7 +121,7 @@ impl Copies {
             schedule.after(random.below(LOOK_EVERY), CopyEvent::Look(side));
         }
         schedule.after(random.between(200, 1500) * MILLISECOND, CopyEvent::Fault);
-        Self {
+        let mut copies = Self {
             worlds,
             schedule,
             is_linked: true,
@@ -126,10 +134,15 @@ impl Copies {
             taker: Taker::default(),
             lines: BTreeMap::new(),
             stable: BTreeMap::new(),
+            brains: (options.swarm == Swarm::Disasters).then(|| Brains::new(&mut random)),
             calm_since: None,
             counts: Counts::default(),
             random,
+        };
+        if copies.brains.is_some() {
+            copies.begin_brains();
         }
+        copies
     }
 
     /// Runs to the end of both volumes, or to the first violation.
@@ -190,9 +203,10 @@ impl Copies {
             }
             CopyEvent::Offered(offer) => self.taker.hears(offer),
             CopyEvent::Wanted(want) => self.source.hears(want),
-            CopyEvent::Ordered((target, life), order) => {
-                if self.worlds[COPY].targets[target].life == life {
-                    self.worlds[COPY].order_feed(target, order);
+            CopyEvent::Ordered(side, (target, life), order) => {
+                let world = &mut self.worlds[side];
+                if !world.is_over() && world.targets[target].life == life {
+                    world.order_feed(target, order);
                 }
             }
             CopyEvent::Reported(serial, told) => self.reported(serial, *told),
@@ -202,6 +216,7 @@ impl Copies {
             CopyEvent::Part(side, token) => self.ask_again(side, token),
             CopyEvent::Fault => self.fault(),
             CopyEvent::LinkBack => self.is_linked = true,
+            CopyEvent::Brain(work) => self.do_work(*work),
             CopyEvent::SenderBack(side) => self.senders[side].is_up = true,
         }
     }
@@ -212,14 +227,22 @@ impl Copies {
             self.is_linked = true;
             self.senders.iter_mut().for_each(|sender| sender.is_up = true);
         }
-        if self.calm_since.is_some_and(|since| self.now() > since + COPIED_WITHIN)
+        let within = if self.brains.is_some() { WELL_WITHIN } else { COPIED_WITHIN };
+        if self.calm_since.is_some_and(|since| self.now() > since + within)
             && !self.worlds[COPY].operators.copying.is_over
         {
+            if self.brains.is_some() {
+                let detail = self.brains_say();
+                return self.worlds[COPY].violate("Liveness", detail);
+            }
             let detail = format!(
                 "no point is complete: {:?}; {:?}; {:?}",
                 self.source, self.taker, self.senders
             );
             return self.worlds[COPY].violate("Liveness", detail);
+        }
+        if self.brains.is_some() {
+            return self.look_at_brains(side);
         }
         match side {
             SOURCE => {
@@ -250,6 +273,9 @@ impl Copies {
     fn fault(&mut self) {
         if self.is_calm() || self.worlds.iter().any(|world| world.faults.over) {
             return;
+        }
+        if self.brains.is_some() {
+            return self.brain_fault();
         }
         match self.random.below(5) {
             0 => {
@@ -296,7 +322,6 @@ impl Copies {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Swarm;
     use crate::world::StoreKind;
 
     fn options(seed: u64) -> RunOptions {
@@ -320,6 +345,20 @@ mod tests {
         }
         assert!(counts.completed > 20 && counts.slots > 200 && counts.reverts > 5, "{counts:?}");
         assert!(counts.refused > 20 && counts.checked > 100, "{counts:?}");
+    }
+
+    #[test]
+    fn brains_promote_and_copy_real_volumes_both_ways() {
+        let (mut promotions, mut completed, mut forced) = (0, 0, 0);
+        for seed in 1..=8 {
+            let mut copies = Copies::new(RunOptions { swarm: Swarm::Disasters, ..options(seed) });
+            copies.run();
+            assert_eq!(copies.report(seed).violation, None);
+            let brains = copies.brains.as_ref().unwrap();
+            (promotions, forced) = (promotions + brains.promotions, forced + brains.forced);
+            completed += copies.counts.completed;
+        }
+        assert!(promotions > 8 && completed > 60, "{promotions} {completed} {forced}");
     }
 
     #[test]

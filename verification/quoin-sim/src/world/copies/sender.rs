@@ -91,7 +91,7 @@ impl Copies {
         self.senders[side] = Sender { is_up: false, life, parts, ..Sender::default() };
     }
 
-    fn end_line(&mut self, side: usize) {
+    pub(super) fn end_line(&mut self, side: usize) {
         if let Some(stream) = self.senders[side].stream.take() {
             self.leave_line(stream.line);
         }

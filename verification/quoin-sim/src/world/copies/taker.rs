@@ -85,7 +85,7 @@ impl Copies {
         self.worlds[COPY].operators.copying.order = None;
         let to = self.owner();
         let due = self.now() + self.delay();
-        self.schedule.at(due, CopyEvent::Ordered(to, None));
+        self.schedule.at(due, CopyEvent::Ordered(COPY, to, None));
         self.say(COPY, || "the copy's controller dies".into());
         // Its records are recovered, say: no transfer counts any more. A cut that is wished for stays so.
         let is_cut = self.taker.receiving.is_some_and(|receiving| {
@@ -101,7 +101,7 @@ impl Copies {
             return;
         }
         self.have_told();
-        self.mend_epoch();
+        self.mend_epoch(COPY);
         let is_late = self.is_calm() && self.source.is_done();
         let is_last = is_late && self.taker.complete.is_some() && self.taker.receiving.is_none();
         let is_forced = self.is_forced && self.is_calm() && self.taker.complete.is_some();
@@ -139,13 +139,13 @@ impl Copies {
 
     /// Where a late request took an epoch that nobody opens by, no report counts before the next open. In the end
     /// somebody restarts the target.
-    fn mend_epoch(&mut self) {
-        let copy = &self.worlds[COPY];
+    pub(super) fn mend_epoch(&mut self, side: usize) {
+        let copy = &self.worlds[side];
         let owner = copy.control.record.owner;
         let serving = copy.targets[owner].process.as_ref().and_then(|process| process.serving);
         let is_behind = serving.is_some_and(|epoch| epoch < copy.control.record.epoch);
         if is_behind && self.is_calm() && self.random.one_in(50) {
-            self.worlds[COPY].kill_target(owner);
+            self.worlds[side].kill_target(owner);
         }
     }
 
@@ -246,11 +246,11 @@ impl Copies {
         let to = self.owner();
         let due = self.now() + self.delay();
         if !self.is_lost() {
-            self.schedule.at(due, CopyEvent::Ordered(to, order));
+            self.schedule.at(due, CopyEvent::Ordered(COPY, to, order));
         }
         if !self.is_calm() && self.random.percent(10) {
             let late = due + self.random.below(3 * SECOND);
-            self.schedule.at(late, CopyEvent::Ordered(to, order));
+            self.schedule.at(late, CopyEvent::Ordered(COPY, to, order));
         }
     }
 
