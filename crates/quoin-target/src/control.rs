@@ -3,7 +3,7 @@
 //! IO never waits for it. Volumes stay served while the controller is away; only an open needs an
 //! epoch, and requests it until it gets one.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -34,6 +34,7 @@ use crate::assignment::{self, Assigned, ServedAt, Sharer, granted_options};
 use crate::client::User;
 use crate::dial::{Dials, Reach};
 use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
+use crate::openings::Openings;
 use crate::relay::{Destination, Relays};
 use crate::requested_devices::RequestedDevices;
 use crate::shard::{Ask, FeedProgress, Grant, Input, ShardHandle, VolumeUpdate};
@@ -95,11 +96,7 @@ pub(crate) struct Control {
 #[derive(Default)]
 pub(crate) struct Served {
     wanted: BTreeMap<VolumeId, Assigned>,
-    /// Volumes open in a shard, closing ones included.
-    open: BTreeMap<VolumeId, usize>,
-    closing: BTreeSet<VolumeId>,
-    /// Volumes opened read-only.
-    read_only: BTreeSet<VolumeId>,
+    open: Openings,
     /// Keys that were handed over for volumes in use here: [`Control::unlock`].
     keys: BTreeMap<VolumeId, DataKey>,
     reach: Option<Mode>,
@@ -189,7 +186,7 @@ impl Control {
 
     /// Opens missing volumes, updates changed ones, closes those that are not assigned any more.
     fn reconcile(&self, served: &mut Served) {
-        let Served { wanted, open, closing, read_only, keys, .. } = served;
+        let Served { wanted, open, keys, .. } = served;
         let is_here = |id: &VolumeId| wanted.get(id).is_some_and(|a| a.served_at.is_none());
         for id in self.relays.ids() {
             match wanted.get(&id) {
@@ -208,65 +205,55 @@ impl Control {
         self.shares.want(wanted.iter().any(has_sharers));
         // A key serves one use: after a detachment it must be handed over again.
         keys.retain(|id, _| wanted.get(id).is_some_and(|assigned| !assigned.maintenance));
-        for (id, shard) in open.iter() {
-            match wanted.get(id) {
-                None if closing.insert(*id) => {
-                    let (shard, id) = (self.shards[*shard].clone(), *id);
+        for (id, shard) in open.all() {
+            let shard = &self.shards[shard];
+            let Some(assigned) = wanted.get(&id) else {
+                if open.close(id) {
+                    let shard = shard.clone();
                     self.devices.release(id, move || shard.send(Input::Close(id)));
                 }
-                None => {}
-                // Another node's target serves it from now on, and this one leads there once it has
-                // closed the volume.
-                Some(assigned) if assigned.served_at.is_some() => {
-                    let is_news = closing.insert(*id);
-                    if is_news {
-                        self.shards[*shard].send(Input::Close(*id));
-                    }
+                continue;
+            };
+            // Another node's target serves it from now on, and this one leads there once it has closed the volume.
+            let is_elsewhere = assigned.served_at.is_some();
+            // An open volume is not made writable, nor are its grant and what its clients know taken back in
+            // part: it is closed and opened anew.
+            let is_another = open.is_read_only(id) != assigned.config.read_only;
+            if is_elsewhere || is_another {
+                if open.close(id) {
+                    shard.send(Input::Close(id));
                 }
-                // An open volume is not made writable, nor are its grant and what its clients know taken
-                // back in part: it is closed and opened anew.
-                Some(assigned) if read_only.contains(id) != assigned.config.read_only => {
-                    let is_news = closing.insert(*id);
-                    if is_news {
-                        self.shards[*shard].send(Input::Close(*id));
-                    }
-                }
-                Some(assigned) => self.shards[*shard].send(Input::Update(Box::new(VolumeUpdate {
-                    volume: *id,
-                    socket: self.socket(*id, assigned, keys),
-                    key: keys.get(id).cloned(),
-                    read_only: assigned.info.read_only,
-                    since_epoch: assigned.since_epoch,
-                    size_bytes: assigned.info.size_bytes,
-                    limits: assigned.limits,
-                    options: assigned.options,
-                    replicas: assigned.replicas.clone(),
-                    desired: assigned.desired.clone(),
-                    verify: assigned.verify,
-                    client: assigned.client,
-                    sharers: assigned.sharers.clone(),
-                    feed: assigned.feed,
-                }))),
+                continue;
             }
+            shard.send(Input::Update(Box::new(VolumeUpdate {
+                volume: id,
+                socket: self.socket(id, assigned, keys),
+                key: keys.get(&id).cloned(),
+                read_only: assigned.info.read_only,
+                since_epoch: assigned.since_epoch,
+                size_bytes: assigned.info.size_bytes,
+                limits: assigned.limits,
+                options: assigned.options,
+                replicas: assigned.replicas.clone(),
+                desired: assigned.desired.clone(),
+                verify: assigned.verify,
+                client: assigned.client,
+                sharers: assigned.sharers.clone(),
+                feed: assigned.feed,
+            })));
         }
         for (id, assigned) in wanted.iter() {
             if let Some(device) = self.device(*id, assigned, keys) {
                 self.devices.want(*id, &assigned.info.name, device);
             }
-            if open.contains_key(id) {
+            if open.contains(*id) {
                 continue;
             }
             if let Some(at) = &assigned.served_at {
                 self.relay(*id, assigned, at, keys);
                 continue;
             }
-            // Returns the shard with the fewest volumes.
-            let load = |shard: &usize| open.values().filter(|s| *s == shard).count();
-            let shard = (0..self.shards.len()).min_by_key(load).unwrap_or(0);
-            open.insert(*id, shard);
-            if assigned.config.read_only {
-                read_only.insert(*id);
-            }
+            let shard = open.begin(*id, self.shards.len(), assigned.config.read_only);
             let socket = self.socket(*id, assigned, keys);
             let setup = assigned.setup(socket, keys.get(id).cloned());
             self.shards[shard].send(Input::Open(Box::new(setup)));
@@ -474,13 +461,13 @@ impl Control {
 
     /// Returns true if the volume is open here for reading alone.
     pub(crate) fn only_reads(&self, volume: VolumeId) -> bool {
-        self.served.lock().expect("never held across a panic").read_only.contains(&volume)
+        self.served.lock().expect("never held across a panic").open.is_read_only(volume)
     }
 
     pub(crate) fn tell(&self, volume: VolumeId, input: Input) {
         let served = self.served.lock().expect("never held across a panic");
-        if let Some(shard) = served.open.get(&volume) {
-            self.shards[*shard].send(input);
+        if let Some(shard) = served.open.shard(volume) {
+            self.shards[shard].send(input);
         }
     }
 
@@ -494,7 +481,7 @@ impl Control {
             key.zip(proof).is_some_and(|(key, (secret, proof))| key.is_proven_by(&secret, &proof))
         };
         let open = served.wanted.iter().filter(|(id, assigned)| {
-            served.open.contains_key(id) && (assigned.encryption.is_none() || has_key(id))
+            served.open.contains(**id) && (assigned.encryption.is_none() || has_key(id))
         });
         let shared = open.filter_map(|(_, assigned)| {
             let is_it = |sharer: &&Sharer| {
@@ -513,7 +500,7 @@ impl Control {
         let open = served
             .wanted
             .iter()
-            .filter(|(id, assigned)| served.open.contains_key(id) && !assigned.maintenance)
+            .filter(|(id, assigned)| served.open.contains(**id) && !assigned.maintenance)
             .filter(|(_, assigned)| assigned.served_at.is_none())
             .filter(|(id, assigned)| !is_locked(**id, assigned, &served.keys));
         open.map(|(_, assigned)| assigned.info.clone()).collect()
@@ -525,29 +512,28 @@ impl Control {
         let served = self.served.lock().expect("never held across a panic");
         let named = |(_, a): &(&VolumeId, &Assigned)| a.info.name == name && !a.maintenance;
         let Some((id, _)) = served.wanted.iter().find(named) else { return false };
-        let Some(shard) = served.open.get(id) else { return false };
+        let Some(shard) = served.open.shard(*id) else { return false };
         // Its key may count no more since it was let in; the shard looks at that of a sharer.
         if let Some(User { holder, shares: None }) = &client.user
             && !served.openers.admit(holder)
         {
             return false;
         }
-        self.shards[*shard].send(Input::Client(*id, Box::new(client)));
+        self.shards[shard].send(Input::Client(*id, Box::new(client)));
         true
     }
 
     async fn stopped(&self, volume: VolumeId) {
         let closing = {
-            let mut served = self.served.lock().expect("never held across a panic");
-            served.closing.remove(&volume)
+            let served = self.served.lock().expect("never held across a panic");
+            served.open.is_closing(volume)
         };
         if !closing {
             // Fenced or refused: if it is still assigned here, it is opened again.
             tokio::time::sleep(REOPEN).await;
         }
         let mut served = self.served.lock().expect("never held across a panic");
-        served.open.remove(&volume);
-        served.read_only.remove(&volume);
+        served.open.end(volume);
         self.reconcile(&mut served);
     }
 

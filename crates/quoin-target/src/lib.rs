@@ -20,6 +20,7 @@ pub mod listen;
 pub mod metrics;
 pub mod nbd_listener;
 mod notes;
+mod openings;
 mod relay;
 mod requested_devices;
 pub mod shard;

@@ -76,7 +76,11 @@ fn client_by(user: &User, attach: &[&str]) -> Client {
     user.eventually("the volume is attached", || {
         let output = user.quoin(attach);
         address = String::from_utf8(output.stdout).unwrap().trim().to_owned();
-        output.status.success().then_some(())
+        let is_done = output.status.success();
+        if !is_done {
+            eprintln!("{attach:?}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        is_done.then_some(())
     });
     let socket = address.split_once("socket=").unwrap().1.to_owned();
     user.eventually("the volume is served", || {
