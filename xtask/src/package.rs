@@ -1,8 +1,9 @@
 //! `cargo xtask package`: a Debian package with the binary, its systemd units, its configuration
 //! and the documents.
 //!
-//! `dpkg-deb` alone is needed, which every Debian machine has. The package depends on the C library
-//! that the binary was linked with, as the binary itself names it.
+//! `dpkg-deb` is needed, which every Debian machine has, and `objcopy` of binutils, without which none
+//! links a binary. The package depends on the C library that the binary was linked with, as the binary
+//! itself names it. Debug symbols are a package of their own.
 
 use crate::run;
 use anyhow::{Context, Result, bail};
@@ -47,13 +48,24 @@ pub fn run(options: &Options) -> Result<()> {
     let version = format!("{}-{}", env!("CARGO_PKG_VERSION"), options.revision);
     let architecture = stdout(Command::new("dpkg").arg("--print-architecture"))?;
     let name = format!("quoin_{version}_{}", architecture.trim());
+    let debug = format!("quoin-dbgsym_{version}_{}", architecture.trim());
     let staging = output.join(&name);
-    if staging.exists() {
-        fs::remove_dir_all(&staging).with_context(|| format!("clear {}", staging.display()))?;
+    for old in [&staging, &output.join(&debug)] {
+        if old.exists() {
+            fs::remove_dir_all(old).with_context(|| format!("clear {}", old.display()))?;
+        }
     }
     for item in items(&root, &binary)? {
         place(&staging, &item)?;
     }
+    strip(&binary, &staging.join("usr/bin/quoin"), &output.join(&debug).join(DEBUG_FILE))?;
+    let pages = stdout(Command::new(&binary).args(["manual", "--list"]))?;
+    for group in pages.lines() {
+        let page = stdout(Command::new(&binary).args(["manual", group]))?;
+        write(&staging.join(format!("usr/share/man/man1/quoin-{group}.1")), &page, 0o644)?;
+    }
+    let page = stdout(Command::new(&binary).arg("manual"))?;
+    write(&staging.join("usr/share/man/man1/quoin.1"), &page, 0o644)?;
     let completion = stdout(Command::new(&binary).args(["completion", "bash"]))?;
     write(&staging.join("usr/share/bash-completion/completions/quoin"), &completion, 0o644)?;
     let content = fs::read(&binary).with_context(|| format!("read {}", binary.display()))?;
@@ -69,12 +81,41 @@ pub fn run(options: &Options) -> Result<()> {
     );
     write(&staging.join("DEBIAN/control"), &control, 0o644)?;
     write(&staging.join("DEBIAN/conffiles"), &format!("{CONFIGURATION}\n"), 0o644)?;
-    let package = output.join(format!("{name}.deb"));
+    let control = format!(
+        "Package: quoin-dbgsym\nVersion: {version}\nArchitecture: {}\nMaintainer: Quoin maintainers \
+         <maintainers@quoin.io>\nDepends: quoin (= {version})\nSection: debug\nPriority: optional\n\
+         Description: debug symbols of quoin\n They give names and lines to what a debugger or perf \
+         shows.\n",
+        architecture.trim()
+    );
+    write(&output.join(&debug).join("DEBIAN/control"), &control, 0o644)?;
+    build(&output, &debug)?;
+    println!("{}", build(&output, &name)?.display());
+    Ok(())
+}
+
+/// Builds a package of a staging directory, and removes that.
+fn build(output: &Path, name: &str) -> Result<PathBuf> {
+    let (staging, package) = (output.join(name), output.join(format!("{name}.deb")));
     let mut build = Command::new("dpkg-deb");
     build.args(["-Zgzip", "--build", "--root-owner-group"]).arg(&staging).arg(&package);
     stdout(&mut build)?;
     fs::remove_dir_all(&staging).with_context(|| format!("clear {}", staging.display()))?;
-    println!("{}", package.display());
+    Ok(package)
+}
+
+/// The place where debuggers look for the symbols of `/usr/bin/quoin`.
+const DEBUG_FILE: &str = "usr/lib/debug/usr/bin/quoin.debug";
+
+/// Puts a binary's symbols into a file of their own, and the binary without them at `stripped`.
+fn strip(binary: &Path, stripped: &Path, symbols: &Path) -> Result<()> {
+    make_parent(symbols)?;
+    stdout(Command::new("objcopy").arg("--only-keep-debug").arg(binary).arg(symbols))?;
+    fs::set_permissions(symbols, Permissions::from_mode(0o644))
+        .with_context(|| format!("set the mode of {}", symbols.display()))?;
+    let mut link = std::ffi::OsString::from("--add-gnu-debuglink=");
+    link.push(symbols);
+    stdout(Command::new("objcopy").arg("--strip-unneeded").arg(link).arg(binary).arg(stripped))?;
     Ok(())
 }
 

@@ -12,8 +12,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, completion, contexts, declare, demo, dev, events, group, listing, mirror, offline,
-    roles, schedule, scrub, snapshot, status, target, tokens, volume,
+    admins, completion, contexts, declare, demo, dev, events, group, listing, manual, mirror,
+    offline, roles, schedule, scrub, snapshot, status, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -126,6 +126,13 @@ enum Command {
     BenchPart(quoin_bench::Part),
     /// A shell's completion script: `source <(quoin completion bash)`.
     Completion { shell: clap_complete::Shell },
+    /// A manual page: of the whole, or of a group of commands; with --list the names of those.
+    #[command(after_help = "Example:\n  quoin manual volume | man -l -")]
+    Manual {
+        group: Option<String>,
+        #[arg(long, conflicts_with = "group")]
+        list: bool,
+    },
     /// The version of this binary.
     Version,
 }
@@ -277,6 +284,13 @@ impl Cli {
                 let mut script = Vec::new();
                 completer.write_registration(COMPLETE, "quoin", "quoin", "quoin", &mut script)?;
                 output::print_line(String::from_utf8_lossy(&script).trim_end())
+            }
+            Command::Manual { list: true, .. } => {
+                output::print_line(&manual::groups(&Cli::command()).join("\n"))
+            }
+            Command::Manual { group, .. } => {
+                let page = manual::page(Cli::command(), group.as_deref())?;
+                output::print_line(page.trim_end())
             }
             Command::Version => {
                 let view = VersionView { version: env!("CARGO_PKG_VERSION") };

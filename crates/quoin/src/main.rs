@@ -18,6 +18,7 @@ mod events;
 mod group;
 mod host;
 mod listing;
+mod manual;
 mod mirror;
 mod offline;
 mod output;

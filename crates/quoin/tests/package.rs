@@ -35,6 +35,13 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     let mut machine = Machine::new(&scratch.0, "host-a");
     machine.install(&first);
     assert!(machine.ok("quoin version").contains(env!("CARGO_PKG_VERSION")));
+    assert!(machine.ok("cat /usr/share/man/man1/quoin-volume.1").contains("quoin volume create"));
+    let symbols = machine.run("readelf -S /usr/bin/quoin");
+    let sections = String::from_utf8_lossy(&symbols.stdout).into_owned();
+    assert!(sections.contains(".gnu_debuglink") && !sections.contains(".symtab"), "{sections}");
+    let (of, debug) = (first.display().to_string(), "quoin-dbgsym");
+    let debug = of.replace("/quoin_", &format!("/{debug}_"));
+    assert!(std::path::Path::new(&debug).exists(), "{debug}");
     if machine.run("command -v systemd-analyze").status.success() {
         let units = "/lib/systemd/system/quoin*.service /lib/systemd/system/quoin.target";
         let printed = machine.ok(&format!("systemd-analyze verify --man=no {units} 2>&1"));

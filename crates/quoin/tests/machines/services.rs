@@ -318,7 +318,7 @@ impl Services {
         let (pid, unit, logs, shared) = (self.pid, unit.clone(), self.logs.clone(), state.clone());
         let keeper = std::thread::spawn(move || {
             let mut starts = vec![Instant::now()];
-            let pause: u64 = unit.values("RestartSec").first().map_or(0, |s| s.parse().unwrap());
+            let pause = unit.values("RestartSec").first().map_or(Duration::ZERO, |text| span(text));
             loop {
                 std::thread::sleep(Duration::from_millis(20));
                 let mut state = shared.lock().unwrap();
@@ -334,7 +334,7 @@ impl Services {
                     return;
                 }
                 drop(state);
-                std::thread::sleep(Duration::from_secs(pause));
+                std::thread::sleep(pause);
                 starts.retain(|start| start.elapsed() < STARTS_WITHIN);
                 let is_limited = !unit.is("StartLimitIntervalSec", "0");
                 assert!(
@@ -454,4 +454,12 @@ fn spawn(pid: u32, unit: &Unit, exec: &str, logs: &std::path::Path) -> Child {
         });
     }
     command.spawn().unwrap()
+}
+
+/// A span of time as units have it: seconds, or milliseconds with their unit.
+fn span(text: &str) -> Duration {
+    match text.strip_suffix("ms") {
+        Some(milliseconds) => Duration::from_millis(milliseconds.parse().unwrap()),
+        None => Duration::from_secs(text.parse().unwrap()),
+    }
 }
