@@ -67,7 +67,7 @@ fn described(command: &Command) -> String {
 }
 
 fn section_of_options(page: &mut String, title: &str, command: &Command) {
-    // Those of every command are on the page of the whole.
+    // Options of every command are on the page of the whole.
     let is_shown = |argument: &&Arg| {
         let is_everywhere = argument.is_global_set() && command.get_name() != "quoin";
         !argument.is_hide_set() && !is_everywhere && argument.get_id() != "help"
@@ -153,7 +153,7 @@ mod tests {
         assert!(whole.contains("quoin\\-volume (1)") && !whole.contains("idden"), "{whole}");
         let volume = page(Some("volume"));
         assert!(volume.contains(".SH quoin volume create"), "{volume}");
-        assert!(volume.contains("Bytes of it. [default: 1GiB]"), "{volume}");
+        assert!(volume.contains("Bytes of it [default: 1GiB]"), "{volume}");
         assert!(volume.contains("\\-\\-size") && volume.contains("\\&.so it"), "{volume}");
         assert!(super::page(Line::command(), Some("no")).is_err());
         assert_eq!(groups(&Line::command()), ["volume"]);
