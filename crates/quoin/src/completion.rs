@@ -91,7 +91,8 @@ fn named(ask: impl AsyncFnOnce(&mut Cluster) -> Result<Vec<String>>) -> Vec<Comp
         let mut cluster = ClientOptions::of_environment().connect().await?;
         ask(&mut cluster).await
     };
-    let names = within(WAIT_MAX, asked).unwrap_or_default();
+    let mut names = within(WAIT_MAX, asked).unwrap_or_default();
+    names.sort_unstable();
     names.into_iter().take(NAMES_MAX).map(CompletionCandidate::new).collect()
 }
 
