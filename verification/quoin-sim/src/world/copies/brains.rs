@@ -571,11 +571,24 @@ impl Copies {
         self.publish(side);
         let now = self.now();
         let ship = self.half(side).ship.filter(|(_, at)| now < at + SHIPPED_FOR);
-        self.send_on(side, ship.map(|(ship, _)| ship));
+        let ship = ship.map(|(ship, _)| ship);
+        let since = ship.and_then(|(transfer, ..)| transfer.base);
+        let ship =
+            ship.map(|(transfer, token, from)| (self.told_transfer(side, transfer), token, from));
+        self.send_on(side, ship, since);
         self.check_sides();
         if side == SOURCE && self.is_calm() {
             self.come_to_an_end();
         }
+    }
+
+    /// The transfer as the order of the receiver names it.
+    fn told_transfer(&mut self, side: usize, transfer: Transfer) -> Transfer {
+        let brain = self.half(side).brains.first();
+        let want = brain.and_then(|(_, brain)| brain.heard()?.want.as_ref());
+        want.map(|want| want.transfer)
+            .filter(|want| want.point == transfer.point)
+            .unwrap_or(transfer)
     }
 
     fn see_points(&mut self, side: usize) {

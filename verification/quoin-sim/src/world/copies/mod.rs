@@ -248,7 +248,8 @@ impl Copies {
             SOURCE => {
                 self.look_at_source();
                 let ordered = self.wanted();
-                self.send_on(SOURCE, ordered);
+                let since = ordered.and_then(|(transfer, ..)| transfer.base);
+                self.send_on(SOURCE, ordered, since);
             }
             _ => self.look_at_copy(),
         }

@@ -6,7 +6,7 @@ use quoin_cluster::mirror::Transfer;
 use quoin_cluster::mirror::sending::{self, Ended, Flight, Heard, Keeping};
 use quoin_replication::primary::{ChangesAnswer, ChangesRequest, PrimaryEvent};
 use quoin_types::history::{Block, Feed, Part, Refused, Slots, Taken};
-use quoin_types::ids::VolumeId;
+use quoin_types::ids::{PointId, VolumeId};
 use quoin_types::message::{self, Content};
 
 use super::source::snapshot;
@@ -37,6 +37,9 @@ pub(super) struct Sender {
     pub is_up: bool,
     life: u64,
     order: Option<(Transfer, u128)>,
+    /// The point since which changes are read: a copy that has none of them is sent whole, under the name of its
+    /// order.
+    since: Option<PointId>,
     keeping: Keeping,
     cursor: u64,
     /// Place of the transfer as the present stream began.
@@ -51,6 +54,7 @@ impl Default for Sender {
             is_up: true,
             life: 0,
             order: None,
+            since: None,
             keeping: Keeping::default(),
             cursor: 0,
             before: 0,
@@ -62,7 +66,12 @@ impl Default for Sender {
 
 impl Copies {
     /// The mirror sends what is ordered: the transfer, its token, and where it goes on.
-    pub(super) fn send_on(&mut self, side: usize, ordered: Option<(Transfer, u128, u64)>) {
+    pub(super) fn send_on(
+        &mut self,
+        side: usize,
+        ordered: Option<(Transfer, u128, u64)>,
+        since: Option<PointId>,
+    ) {
         let now = self.now();
         if !self.senders[side].is_up || self.worlds[side].is_over() {
             return;
@@ -72,7 +81,7 @@ impl Copies {
             self.end_line(side);
             let sender = &mut self.senders[side];
             sender.life += 1;
-            sender.order = order;
+            (sender.order, sender.since) = (order, since);
             sender.keeping = Keeping::default();
             sender.cursor = ordered.map_or(0, |(_, _, from)| from);
             if order.is_some() {
@@ -189,7 +198,8 @@ impl Copies {
     }
 
     fn ask_part(&mut self, side: usize) {
-        let Some((Transfer { point, base }, _)) = self.senders[side].order else { return };
+        let Some((Transfer { point, .. }, _)) = self.senders[side].order else { return };
+        let base = self.senders[side].since;
         let Some(stream) = self.senders[side].stream.as_mut() else { return };
         let Some(cursor) = stream.place else { return };
         self.senders[side].parts += 1;
