@@ -386,7 +386,8 @@ async fn tend(controller: Arc<Controller>) {
         controller.membership.peers.watch();
         std::future::ready(Ok(()))
     });
-    tokio::join!(certificates, events, records, absence, failover, peers);
+    let lags = controller.mirror.driver.keep_counting();
+    tokio::join!(certificates, events, records, absence, failover, peers, lags);
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.

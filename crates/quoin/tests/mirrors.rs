@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use quoin_nbd::client::{Address, Client, ClientOptions};
@@ -526,6 +528,123 @@ fn an_encrypted_volume_is_opened_on_the_other_side_by_its_key_alone() {
     assert!(former.contains("opens no key slot"), "{former}");
     let there = client_by(second, &["volume", "attach", "db", "--nbd", "--key-file", &new]);
     assert_holds(&there, &written);
+    detach(second, "db", there);
+    two.stop();
+}
+
+/// Proves that the lag in bytes is what was written since the last common point, each block once, on both sides, in the
+/// points and in the metrics.
+#[test]
+fn the_lag_in_bytes_is_what_a_delta_would_carry_on_either_side() {
+    let two = Two::start("mirror-lag");
+    let (first, second) = (&two.dev, &two.second);
+    two.create("db", "64MiB");
+    let here = client(first, "db");
+    write(&here, &some(0, 100, 1));
+    first.ok(&["mirror", "enable", "db", "--to", "second", "--every", "1h", "--wait"]);
+    let settings = std::fs::read(two.dev.directory.join("dev.json")).unwrap();
+    let settings: Value = serde_json::from_slice(&settings).unwrap();
+    let http = settings["controller"]["http"].as_str().unwrap().to_owned();
+    let is = |bytes: u64| {
+        let told = move |status: &Value| {
+            status["lagBytes"].as_u64() == Some(bytes) && status["lagBytesAreLeast"] == false
+        };
+        for side in [first as &User, second] {
+            let mut last = Value::Null;
+            let began = Instant::now();
+            while !told(&last) {
+                assert!(began.elapsed() < Duration::from_secs(60), "not {bytes} bytes: {last:#}");
+                std::thread::sleep(Duration::from_millis(200));
+                last = status(side, "db");
+            }
+            let points = side.json(&["mirror", "points", "db"]);
+            let point = points.as_array().unwrap().iter().find(|p| p["is"] == "complete,common");
+            let point =
+                point.or_else(|| points.as_array().unwrap().iter().find(|p| p["is"] == "common"));
+            assert_eq!(point.unwrap()["lagBytes"], bytes, "{points:#}");
+        }
+        let metrics = crate::slow_replica::metrics(&http).unwrap();
+        let line = format!("quoin_mirror_lag_bytes{{mirror=\"db\"}} {bytes}");
+        assert!(metrics.contains(&line), "{line}: {metrics}");
+    };
+    is(0);
+    write(&here, &some(50, 100, 2));
+    is(100 * BLOCK);
+    // A block that is written again is sent once.
+    write(&here, &some(50, 120, 3));
+    is(120 * BLOCK);
+    let shown = second.ok(&["mirror", "status", "db"]);
+    assert!(shown.contains("480.0 KiB, as first counted"), "{shown}");
+    assert!(shown.contains("is not here: 480.0 KiB and what came since"), "{shown}");
+    detach(first, "db", here);
+    first.ok(&["mirror", "demote", "db"]);
+    second.ok(&["mirror", "promote", "db"]);
+    let gone = status(second, "db");
+    assert!(gone["lagBytes"].as_u64().unwrap_or(0) == 0, "{gone:#}");
+    two.stop();
+}
+
+/// Proves that a take-over of a live primary waits until this side has everything, tells how far it is, and goes on
+/// where it is interrupted, and that nothing that was acknowledged is lost.
+#[test]
+fn a_live_primary_with_a_writer_is_taken_over_without_the_loss_of_an_acknowledged_write() {
+    let two = Two::start("mirror-take-over");
+    let (first, second) = (&two.dev, &two.second);
+    two.create("db", "64MiB");
+    let here = client(first, "db");
+    let mut written = some(0, 2000, 1);
+    write(&here, &written);
+    let slow = ["--take-over", "--bandwidth-limit", "1MiB", "--compression", "none"];
+    let enable = ["mirror", "enable", "db", "--to", "second", "--every", "1h", "--wait"];
+    first.ok(&[&enable[..], &slow].concat());
+    let unforced = refused(second, &["mirror", "promote", "db"]);
+    assert!(unforced.contains("promote --force"), "{unforced}");
+    // 8 MiB of the final point take eight seconds.
+    let more = some(1000, 2000, 2);
+    write(&here, &more);
+    written.extend(more);
+    // A client holds what its volume does not take now: the thread is left with the write that is never answered.
+    let acknowledged = Arc::new(Mutex::new(Vec::new()));
+    let told = acknowledged.clone();
+    std::thread::spawn(move || {
+        for version in 3u64.. {
+            let lba = 3000 + version % 500;
+            if here.write(lba * BLOCK, block(lba, version).into(), true).is_err() {
+                break;
+            }
+            told.lock().unwrap().push((lba, version));
+        }
+    });
+    std::thread::sleep(Duration::from_millis(300));
+    let promotion = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["mirror", "promote", "db", "--force"])
+        .env("QUOIN_SOCKET", &second.admin_socket)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    second.eventually("it is asked for", || {
+        (status(second, "db")["takesOver"] == true).then_some(())
+    });
+    std::thread::sleep(Duration::from_millis(2500));
+    signal(promotion.id(), "INT");
+    let output = promotion.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("it continues by itself"), "{said}");
+    assert!(said.contains("a point of first comes: it is at"), "{said}");
+    // The same command waits again, for what goes on.
+    let promoted = second.ok(&["mirror", "promote", "db", "--force"]);
+    assert!(promoted.contains("primary here, in generation 2"), "{promoted}");
+    wait_for_role(first, "db", "secondary");
+    let there = client(second, "db");
+    let acknowledged = std::mem::take(&mut *acknowledged.lock().unwrap());
+    assert!(acknowledged.len() > 10, "the writer wrote {} blocks", acknowledged.len());
+    // A block that was on its way when its primary stepped down may be there too.
+    let last = *acknowledged.last().unwrap();
+    written.extend(acknowledged);
+    let next = 3000 + (last.1 + 1) % 500;
+    let sure: Vec<_> = written.into_iter().filter(|(lba, _)| *lba != next).collect();
+    assert_holds(&there, &sure);
     detach(second, "db", there);
     two.stop();
 }

@@ -62,7 +62,8 @@ fn carry(mut from: TcpStream, mut to: TcpStream, delay_ms: &AtomicU64) {
     }
 }
 
-fn metrics(address: &str) -> Option<String> {
+/// Metrics of a process, as a scraper reads them.
+pub fn metrics(address: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     write!(stream, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
     let mut answer = String::new();

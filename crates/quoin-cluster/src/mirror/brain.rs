@@ -389,6 +389,12 @@ impl Brain {
         self.all(|member| member.at == Some(point))
     }
 
+    /// Nothing was written since the last common point.
+    pub fn is_idle(&self) -> bool {
+        let has_base = self.record.members.iter().all(|member| member.has_base);
+        has_base && self.record.points.common.is_some_and(|common| self.is_at(common))
+    }
+
     pub(super) fn pools_have_it(&self) -> bool {
         let keepsake = self.record.keepsake();
         self.all(|member| member.keepsake == Some(keepsake))

@@ -198,9 +198,7 @@ impl Brain {
                 None
             };
         }
-        let is_idle = points.common.is_some_and(|common| self.is_at(common))
-            && record.members.iter().all(|member| member.has_base)
-            && !mutant::is("idle-by-the-bare-lsn");
+        let is_idle = self.is_idle() && !mutant::is("idle-by-the-bare-lsn");
         // 0: it is paused.
         let interval_s = record.parameters.interval_s;
         let due_ms = points.common_cut_ms.saturating_add(interval_s.saturating_mul(1000));

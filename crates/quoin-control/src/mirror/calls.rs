@@ -322,6 +322,12 @@ impl Mirrors {
             Answer::Ok => Ok((record, false)),
             Answer::Ready(ready) => Ok((record, ready)),
             Answer::Precondition(why) => Err(Error::Precondition(self.words(name, why))),
+            Answer::Aborted(No::PeerPrimary) if record.brain().asks_step_down => {
+                Err(Error::Aborted(format!(
+                    "{name:?}: the other cluster is asked to step down; it goes on, and this side is \
+                     promoted once everything is here: ask again"
+                )))
+            }
             Answer::Aborted(why) => Err(Error::Aborted(self.words(name, why))),
             Answer::NotYet => Err(Error::Busy(format!(
                 "{name:?}: {}; it goes on, ask again",

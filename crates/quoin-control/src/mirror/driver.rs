@@ -25,6 +25,7 @@ use crate::Error;
 use crate::membership::peers::Peers;
 use crate::reconcile::{Next, Queue, Reconciler};
 use crate::snapshot;
+use crate::snapshot::history::History;
 use crate::snapshot::points::Points;
 use crate::state::mirrored::Figures;
 use crate::state::{State, random_id};
@@ -69,6 +70,7 @@ pub struct Mirrors {
     pub(super) peers: Arc<Peers>,
     pub(super) catalog: Arc<Catalog>,
     pub(super) points: Arc<Points>,
+    pub(super) history: History,
     queue: Arc<Queue<GroupId>>,
     lives: Mutex<HashMap<GroupId, Arc<tokio::sync::Mutex<Option<Live>>>>>,
     inbox: Mutex<HashMap<GroupId, VecDeque<Vec<u8>>>>,
@@ -99,10 +101,11 @@ impl Mirrors {
             }
         });
         Self {
-            state,
             peers,
             catalog,
             points: snapshots.points.clone(),
+            history: History::new(state.clone(), snapshots.catalog.clone()),
+            state,
             queue,
             lives: Mutex::default(),
             inbox: Mutex::default(),
@@ -219,6 +222,7 @@ impl Mirrors {
                 Some(peer_word::What::Refused(why)) => {
                     self.refused(&peer.cluster, group, why).await
                 }
+                Some(peer_word::What::Lag(told)) => self.told_lag(&peer.cluster, group, &told),
                 None => {}
             }
         }
@@ -334,6 +338,7 @@ impl Mirrors {
             health,
             lag_then: synced_ms.map(lag),
             ill_since: is_ill.then(|| ill_before.unwrap_or(looked)),
+            is_idle: live.brain.is_idle(),
             alone: members.filter_map(alone).collect(),
         };
         self.state.mirrored.note(group, figures);
@@ -502,6 +507,11 @@ impl Reconciler for Mirrors {
             return Ok(Next::Rest);
         };
         let brain = record.brain();
+        if brain.asks_step_down && brain.role == Role::Secondary {
+            // The rest of a take-over, also where nobody waits for it. Without force it loses nothing.
+            self.call(*group, Call::Promote { force: false }, Duration::ZERO).await?;
+            return Ok(Next::After(SOON));
+        }
         let is_on_its_way = !matches!(
             brain.role,
             Role::Primary | Role::Secondary | Role::Off | Role::Orphan | Role::Diverged

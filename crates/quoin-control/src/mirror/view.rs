@@ -12,6 +12,7 @@ use super::driver::{Live, Mirrors};
 use super::{LOST, observe};
 use crate::Error;
 use crate::state::State;
+use crate::state::mirrored::LagBytes;
 use crate::time::{now_ms, timestamp};
 
 /// Name of a role, as users read it.
@@ -92,6 +93,7 @@ impl Mirrors {
         let held = brain.members.first().map(|m| observe::points(&self.state, m.volume));
         let held = held.unwrap_or_default();
         let shown = self.shown_ms(record, &held);
+        let lag = self.lag_bytes(record);
         let message = match &known {
             Some(known) => self.message(record, known),
             None => String::new(),
@@ -132,11 +134,14 @@ impl Mirrors {
             compression: if record.settings.compresses { "zstd" } else { "none" }.to_owned(),
             bandwidth_limit: record.settings.bandwidth_limit,
             members: self.members(record, known.as_ref()),
-            points: points(record, &held),
+            points: points(record, &held, lag.as_ref()),
             transfer: self.transfer(record, known.as_ref()),
             unsure: brain.is_unsure,
             lost: self.lost(record),
-            lag_bytes: None,
+            lag_bytes: lag.map(|lag| lag.bytes),
+            lag_is_least: lag.is_some_and(|lag| lag.is_least),
+            lag_counted_ms: lag.map_or(0, |lag| lag.counted.elapsed().as_millis() as u64),
+            takes_over: brain.asks_step_down && brain.role == Role::Secondary,
         })
     }
 
@@ -286,7 +291,11 @@ impl Mirrors {
     }
 }
 
-fn points(record: &MirrorRecord, held: &[(PointId, Cut)]) -> Vec<api::MirrorPoint> {
+fn points(
+    record: &MirrorRecord,
+    held: &[(PointId, Cut)],
+    lag: Option<&LagBytes>,
+) -> Vec<api::MirrorPoint> {
     let points = &record.brain().points;
     let named = [
         ("offered", points.offered),
@@ -300,6 +309,7 @@ fn points(record: &MirrorRecord, held: &[(PointId, Cut)]) -> Vec<api::MirrorPoin
             id: point.to_string(),
             cut_at: (cut.at_ms != 0).then(|| timestamp(cut.at_ms)),
             is: is.map(|(name, _)| *name).collect::<Vec<_>>().join(","),
+            lag_bytes: lag.filter(|lag| lag.since == Some(*point)).map(|lag| lag.bytes),
         }
     };
     held.iter().map(point).collect()

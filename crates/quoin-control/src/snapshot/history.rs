@@ -12,7 +12,8 @@ use quoin_api::control::{
     SnapshotMeasure, SnapshotPart, command_refused,
 };
 use quoin_cluster::records::{SnapshotPhase, SnapshotRecord};
-use quoin_types::BLOCK_SIZE;
+use quoin_types::ids::SnapshotId;
+use quoin_types::{BLOCK_SIZE, VolumeId};
 use tokio::time::Instant;
 
 use super::catalog::Snapshots;
@@ -71,7 +72,7 @@ impl History {
             cursor_block: asked.offset / BLOCK,
             want_data: asked.want_data,
         };
-        let part = self.part(&snapshot, &pull).await?;
+        let part = self.part(snapshot.volume.0, &snapshot.name, &pull).await?;
         check_part(&part, &pull, size_bytes)?;
         let next_offset = part.next_block.map(|block| block.saturating_mul(BLOCK));
         Ok(SnapshotPart { ranges: part.ranges, next_offset, size_bytes, encrypted })
@@ -146,7 +147,7 @@ impl History {
         let mut known = Known::from(pull.cursor_block);
         for _ in 0..MEASURED_PARTS {
             let pull = PullPart { cursor_block: known.end, ..pull.clone() };
-            let part = self.part(snapshot, &pull).await?;
+            let part = self.part(snapshot.volume.0, &snapshot.name, &pull).await?;
             check_part(&part, &pull, size_bytes)?;
             known.add(&part);
             if !is_short(&known) {
@@ -173,9 +174,45 @@ impl History {
         }
     }
 
+    /// Counts the bytes that were written to a volume since one of its snapshots, and holes are none; `None`: all that
+    /// it has. False: `until` came before the end of the volume.
+    ///
+    /// # Errors
+    /// The snapshot is gone, or no part came in time.
+    pub(crate) async fn written_since(
+        &self,
+        volume: VolumeId,
+        since: Option<SnapshotId>,
+        until: Instant,
+    ) -> Result<(u64, bool), Error> {
+        let (mut bytes, mut cursor_block) = (0u64, 0);
+        while Instant::now() < until {
+            let pull = PullPart {
+                snapshot_id: String::new(),
+                since_snapshot_id: since.map(|since| since.to_string()).unwrap_or_default(),
+                cursor_block,
+                want_data: false,
+            };
+            let part = self.part(volume, "of the mirror", &pull).await?;
+            // The volume itself may have grown.
+            check_part(&part, &pull, u64::MAX)?;
+            let written = part.ranges.iter().filter(|range| !range.hole);
+            bytes = bytes.saturating_add(written.map(|range| range.length).sum());
+            match part.next_block {
+                Some(next) => cursor_block = next,
+                None => return Ok((bytes, true)),
+            }
+        }
+        Ok((bytes, false))
+    }
+
     /// Waits for a part of the volume's target.
-    async fn part(&self, snapshot: &SnapshotRecord, pull: &PullPart) -> Result<PulledPart, Error> {
-        let volume = snapshot.volume.0;
+    async fn part(
+        &self,
+        volume: VolumeId,
+        name: &str,
+        pull: &PullPart,
+    ) -> Result<PulledPart, Error> {
         let pulls = &self.state.snapshots.pulls;
         let until = Instant::now() + PART_TIME;
         loop {
@@ -190,13 +227,12 @@ impl History {
                 let volume = self.state.volumes.get(&volume.to_string());
                 let waiting = super::view::waiting_for(&self.state, volume.as_deref());
                 return Err(Error::Busy(format!(
-                    "snapshot {:?} is not read yet; that waits for {waiting}",
-                    snapshot.name
+                    "snapshot {name:?} is not read yet; that waits for {waiting}"
                 )));
             };
             let Some(refused) = &part.refused else { return Ok(part) };
             if refused.reason() != command_refused::Reason::Busy {
-                return Err(refusal(refused, &snapshot.name));
+                return Err(refusal(refused, name));
             }
             if Instant::now() + BUSY_PAUSE >= until {
                 let rule = "its target reads too many parts of snapshots at once; try again";

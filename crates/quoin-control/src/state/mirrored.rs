@@ -9,7 +9,7 @@ use quoin_cluster::mirror::Role;
 use quoin_cluster::mirror::answers::Health;
 use quoin_cluster::records::{MirrorRecord, VolumeGroupRecord, VolumeRecord};
 use quoin_types::VolumeId;
-use quoin_types::ids::GroupId;
+use quoin_types::ids::{GroupId, PointId};
 use tokio::time::Instant;
 
 use crate::Error;
@@ -35,6 +35,8 @@ pub(crate) struct Figures {
     pub lag_then: Option<Duration>,
     /// Time since which each look at this primary found it not healthy.
     pub ill_since: Option<Instant>,
+    /// Nothing was written since the last common point, as far as each member's target knows.
+    pub is_idle: bool,
     /// Members whose target has no mirror beside it: since when, and on which node.
     pub alone: BTreeMap<VolumeId, (Instant, String)>,
 }
@@ -56,6 +58,17 @@ impl Figures {
     }
 }
 
+/// Count of what the primary of a group wrote since a point that both sides have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct LagBytes {
+    /// `None`: there is no such point yet.
+    pub since: Option<PointId>,
+    pub bytes: u64,
+    /// Not all was counted.
+    pub is_least: bool,
+    pub counted: Instant,
+}
+
 /// Records of mirrors, and what is ordered by them.
 pub(crate) struct Mirrored {
     pub records: Table<MirrorRecord>,
@@ -64,6 +77,7 @@ pub(crate) struct Mirrored {
     feeds: Mutex<HashMap<VolumeId, FeedOrder>>,
     sends: Mutex<HashMap<VolumeId, (Instant, MirrorSend)>>,
     figures: Mutex<HashMap<GroupId, Figures>>,
+    lags: Mutex<HashMap<GroupId, LagBytes>>,
     /// Makes the look at a volume or a name and the change that rests on it one step.
     pub changing: tokio::sync::Mutex<()>,
 }
@@ -76,6 +90,7 @@ impl Mirrored {
             feeds: Mutex::default(),
             sends: Mutex::default(),
             figures: Mutex::default(),
+            lags: Mutex::default(),
             changing: tokio::sync::Mutex::new(()),
         })
     }
@@ -159,6 +174,23 @@ impl Mirrored {
     /// The group has no record any more.
     pub fn forget_group(&self, group: GroupId) {
         self.all_figures().remove(&group);
+        self.lags().remove(&group);
+    }
+
+    fn lags(&self) -> MutexGuard<'_, HashMap<GroupId, LagBytes>> {
+        self.lags.lock().expect("no holder of this lock panics")
+    }
+
+    /// The last count of what the other side, or a promoted copy, would not have.
+    pub fn lag_bytes(&self, group: GroupId) -> Option<LagBytes> {
+        self.lags().get(&group).copied()
+    }
+
+    /// Keeps a count; true: it says something new.
+    pub fn note_lag(&self, group: GroupId, lag: LagBytes) -> bool {
+        let known = self.lags().insert(group, lag);
+        let told = |lag: LagBytes| (lag.since, lag.bytes, lag.is_least);
+        known.map(told) != Some(told(lag))
     }
 
     /// The volume is mirrored no more.

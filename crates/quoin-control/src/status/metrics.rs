@@ -370,7 +370,7 @@ fn mirrors(controller: &Controller, registry: &mut Registry) {
     let gauges = Family::<OfMirror, Gauge>::default;
     let seconds = Family::<OfMirror, Seconds>::default;
     let (roles, healthy) = (Family::<InRole, Gauge>::default(), gauges());
-    let (split, orphan) = (gauges(), gauges());
+    let (split, orphan, bytes) = (gauges(), gauges(), gauges());
     let (lag, interval) = (seconds(), seconds());
     let mut records = mirrored.records.list();
     for record in &records {
@@ -395,6 +395,10 @@ fn mirrors(controller: &Controller, registry: &mut Registry) {
         if let Some(time) = figures.lag() {
             lag.get_or_create(&label).set(time.as_secs_f64());
         }
+        let counted = mirrored.lag_bytes(record.id.0);
+        if let Some(counted) = counted.filter(|lag| lag.since == record.brain().points.common) {
+            bytes.get_or_create(&label).set(i64::try_from(counted.bytes).unwrap_or(i64::MAX));
+        }
     }
     registry.register("mirrors", "Mirrored volumes and groups by their role here", counts);
     let help = "1 for the role that the mirrored volume or group has here";
@@ -402,6 +406,8 @@ fn mirrors(controller: &Controller, registry: &mut Registry) {
     let help =
         "Age of what the peer has of a mirror that is primary here; none before its first copy";
     registry.register_with_unit("mirror_lag", help, Unit::Seconds, lag);
+    let help = "Bytes written since the last common point of a mirror that is primary here, as counted last";
+    registry.register_with_unit("mirror_lag", help, Unit::Bytes, bytes);
     let help = "Time between two points of a mirror that is primary here";
     registry.register_with_unit("mirror_interval", help, Unit::Seconds, interval);
     let help = "1 while the peer of a mirror that is primary here keeps up";

@@ -248,7 +248,7 @@ pub async fn promote(
         accept_diverged: options.accept_diverged,
         at_point: options.at.clone().unwrap_or_default(),
     };
-    let mirror = call(request, cluster, client).await?;
+    let mirror = promoted(&request, cluster, client).await?;
     let view = MirrorView::from(mirror);
     output::print_one(format, &view, || {
         let name = output::quoted(&view.name);
@@ -261,6 +261,93 @@ pub async fn promote(
             _ => format!("{name} is primary here, in generation {}{loss}", view.generation),
         }
     })
+}
+
+/// Promotes, and where the other side is asked to step down for it, waits until that is over.
+async fn promoted(
+    request: &CallMirrorRequest,
+    cluster: &mut Cluster,
+    client: &ClientOptions,
+) -> Result<Mirror> {
+    if !request.force {
+        return call(request.clone(), cluster, client).await;
+    }
+    let of = request.of.as_ref().map(|of| of.any.clone()).unwrap_or_default();
+    let began = Instant::now();
+    loop {
+        let status = match cluster.call_mirror(request.clone()).await {
+            Ok(answer) => return Ok(answer.into_inner().mirror.unwrap_or_default()),
+            Err(status) => status,
+        };
+        let passes = matches!(status.code(), Code::Aborted | Code::Unavailable);
+        let seen = if passes { get(cluster, &of).await? } else { return Err(refusal(status)) };
+        if seen.takes_over {
+            let poll = async || get(cluster, &of).await.map(TakeOver::of);
+            pace::follow(TakeOver::of(seen), client, poll).await?;
+            // The role is there, or the answer says why it is not.
+            let unforced = CallMirrorRequest { force: false, ..request.clone() };
+            return call(unforced, cluster, client).await;
+        }
+        if began.elapsed() >= HEARD_WITHIN || status.code() == Code::Unavailable {
+            return call(request.clone(), cluster, client).await;
+        }
+        tokio::time::sleep(AGAIN).await;
+    }
+}
+
+/// A primary on the other side that is asked to step down, as it was seen last.
+struct TakeOver {
+    mirror: Mirror,
+    done_bytes: u64,
+    total_bytes: u64,
+}
+
+impl TakeOver {
+    fn of(mirror: Mirror) -> Self {
+        let transfer = mirror.transfer.clone().unwrap_or_default();
+        Self { mirror, done_bytes: transfer.done_bytes, total_bytes: transfer.total_bytes }
+    }
+}
+
+impl UnderWay for TakeOver {
+    fn is_done(&self) -> bool {
+        // The last step is the promotion of this side, or the other one ended it.
+        !self.mirror.takes_over && self.mirror.role != "promoting"
+    }
+
+    fn state_text(&self) -> String {
+        let Mirror { role, peer_role, message, .. } = &self.mirror;
+        format!("{role} {peer_role} {message} {}", self.done_bytes)
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        let (done_bytes, total_bytes) = (&mut self.done_bytes, &mut self.total_bytes);
+        vec![Part { name: self.mirror.name.clone(), done_bytes, total_bytes }]
+    }
+
+    fn left_bytes(&self) -> u64 {
+        self.total_bytes.saturating_sub(self.done_bytes)
+    }
+
+    fn progress(&self, pace: &str) -> String {
+        let Mirror { peer, role, peer_role, message, members, .. } = &self.mirror;
+        let waits = members.iter().find(|member| !member.waiting_for.is_empty());
+        let (done, total) = (show_size(self.done_bytes), show_size(self.total_bytes));
+        match (role.as_str(), peer_role.as_str(), waits) {
+            _ if !message.is_empty() => format!("waits: {message}"),
+            ("promoting", ..) => "the final point is here, and this side is promoted".to_owned(),
+            (_, _, Some(member)) => {
+                format!("volume {} waits for {}", member.name, member.waiting_for)
+            }
+            (_, "primary", None) if self.total_bytes == 0 => {
+                format!("waits for {peer} to step down, which it is asked to")
+            }
+            _ if self.total_bytes > 0 => {
+                format!("a point of {peer} comes: it is at {done} of {total}{pace}")
+            }
+            _ => format!("{peer} stepped down; waits for its final point"),
+        }
+    }
 }
 
 pub async fn demote(
@@ -393,11 +480,17 @@ struct MirrorView {
     synced_at: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     lag_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lag_bytes: Option<u64>,
+    lag_bytes_are_least: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lag_bytes_counted_ms_ago: Option<u64>,
     #[serde(skip_serializing_if = "String::is_empty")]
     message: String,
     interval_seconds: u64,
     paused: bool,
     may_take_over: bool,
+    takes_over: bool,
     compression: String,
     bandwidth_limit: u64,
     members: Vec<MemberView>,
@@ -425,6 +518,8 @@ struct PointView {
     id: String,
     cut_at: String,
     is: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lag_bytes: Option<u64>,
 }
 
 #[derive(Serialize)]
@@ -452,10 +547,14 @@ impl From<Mirror> for MirrorView {
             health: mirror.health,
             synced_at: shown(mirror.synced_at),
             lag_ms: mirror.lag_ms,
+            lag_bytes: mirror.lag_bytes,
+            lag_bytes_are_least: mirror.lag_is_least,
+            lag_bytes_counted_ms_ago: mirror.lag_bytes.map(|_| mirror.lag_counted_ms),
             message: mirror.message,
             interval_seconds: mirror.interval_s,
             paused: mirror.paused,
             may_take_over: mirror.may_take_over,
+            takes_over: mirror.takes_over,
             compression: mirror.compression,
             bandwidth_limit: mirror.bandwidth_limit,
             members: mirror
@@ -471,7 +570,12 @@ impl From<Mirror> for MirrorView {
             points: mirror
                 .points
                 .into_iter()
-                .map(|point| PointView { id: point.id, cut_at: shown(point.cut_at), is: point.is })
+                .map(|point| PointView {
+                    id: point.id,
+                    cut_at: shown(point.cut_at),
+                    is: point.is,
+                    lag_bytes: point.lag_bytes,
+                })
                 .collect(),
             transfer: mirror.transfer.map(|transfer| TransferView {
                 point: transfer.point,
@@ -491,8 +595,24 @@ impl MirrorView {
         format!("{:.1} s", lag_ms as f64 / 1000.0)
     }
 
+    /// Bytes that the other side has not; empty: not known.
+    fn bytes(&self) -> Option<String> {
+        let least = if self.lag_bytes_are_least { "at least " } else { "" };
+        Some(format!("{least}{}", show_size(self.lag_bytes?)))
+    }
+
+    fn behind(&self) -> String {
+        let (Some(bytes), Some(ago)) = (self.bytes(), self.lag_bytes_counted_ms_ago) else {
+            return String::new();
+        };
+        let whose = if self.role == "primary" { "" } else { &format!("{} ", self.peer) };
+        format!("{bytes}, as {whose}counted {:.1} s ago", ago as f64 / 1000.0)
+    }
+
     /// Loss of a failover at this moment, in words.
     fn loss(&self) -> String {
+        let bytes = self.bytes().filter(|_| self.lag_bytes != Some(0));
+        let bytes = bytes.map(|bytes| format!(": {bytes} and what came since")).unwrap_or_default();
         match (self.role.as_str(), self.synced_at.as_str()) {
             ("secondary", _) if self.points.iter().any(|point| point.is.contains("last")) => {
                 format!(
@@ -508,10 +628,10 @@ impl MirrorView {
             }
             ("secondary", "") => "no point is complete here: nothing can be promoted".to_owned(),
             ("secondary", at) => {
-                format!("what was acknowledged on {} after {at} is not here", self.peer)
+                format!("what was acknowledged on {} after {at} is not here{bytes}", self.peer)
             }
             ("primary", at) if !at.is_empty() => {
-                format!("what was acknowledged here after {at} is not on {}", self.peer)
+                format!("what was acknowledged here after {at} is not on {}{bytes}", self.peer)
             }
             _ => String::new(),
         }
@@ -544,6 +664,7 @@ impl MirrorView {
                 self.synced_at.clone(),
             ),
             (if self.role == "primary" { "Lag" } else { "Its age" }, self.lag()),
+            ("Behind", self.behind()),
             ("A failover now", self.loss()),
             ("Every", format!("{}{paused}", Time(self.interval_seconds))),
             ("Transfer", transfer.unwrap_or_default()),
@@ -556,7 +677,7 @@ impl MirrorView {
 
 impl Row for MirrorView {
     const HEADER: &'static [&'static str] =
-        &["NAME", "ROLE", "PEER", "HEALTH", "LAG", "MESSAGE", "SYNCED", "EVERY", "ID"];
+        &["NAME", "ROLE", "PEER", "HEALTH", "LAG", "MESSAGE", "BEHIND", "SYNCED", "EVERY", "ID"];
     const NARROW: usize = 6;
 
     fn cells(&self) -> Vec<String> {
@@ -569,6 +690,7 @@ impl Row for MirrorView {
             health.to_owned(),
             lag,
             self.message.clone(),
+            self.bytes().unwrap_or_else(|| "-".to_owned()),
             self.synced_at.clone(),
             Time(self.interval_seconds).to_string(),
             self.id.clone(),
@@ -577,10 +699,11 @@ impl Row for MirrorView {
 }
 
 impl Row for PointView {
-    const HEADER: &'static [&'static str] = &["POINT", "CUT", "IS"];
-    const NARROW: usize = 3;
+    const HEADER: &'static [&'static str] = &["POINT", "CUT", "IS", "BEHIND"];
+    const NARROW: usize = 4;
 
     fn cells(&self) -> Vec<String> {
-        vec![self.id.clone(), self.cut_at.clone(), self.is.clone()]
+        let behind = self.lag_bytes.map_or_else(|| "-".to_owned(), show_size);
+        vec![self.id.clone(), self.cut_at.clone(), self.is.clone(), behind]
     }
 }
