@@ -387,7 +387,8 @@ async fn tend(controller: Arc<Controller>) {
         std::future::ready(Ok(()))
     });
     let lags = controller.mirror.driver.keep_counting();
-    tokio::join!(certificates, events, records, absence, failover, peers, lags);
+    let comparisons = controller.mirror.driver.keep_comparing();
+    tokio::join!(certificates, events, records, absence, failover, peers, lags, comparisons);
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.

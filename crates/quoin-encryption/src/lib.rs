@@ -12,6 +12,7 @@
 //! process that holds a data key is not dumped.
 
 mod cipher;
+mod content_hash;
 mod error;
 pub mod handing;
 mod key;
@@ -20,6 +21,7 @@ mod slots;
 pub mod written;
 
 pub use cipher::VolumeCipher;
+pub use content_hash::{ContentHash, HASH_BYTES};
 pub use error::Error;
 pub use key::{DataKey, USER_KEY_RULE, UserKey, forbid_dumps};
 pub use slots::{Encryption, KeySlot, SLOT_NAME_BYTES_MAX, SLOTS_MAX, Unlocked};

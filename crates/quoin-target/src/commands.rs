@@ -5,6 +5,7 @@
 //! outcome, and the state machine answers a repeat as it did the first one. To read a
 //! part of a snapshot's content is a command too, and the part is its outcome.
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use prost_types::Timestamp;
@@ -22,15 +23,21 @@ use quoin_replication::primary::{
 use quoin_types::ids::{PointId, SnapshotId};
 use quoin_types::message::{Content, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, VolumeId, crc32c};
+use quoin_wire::history::Refused;
 use tokio::sync::watch;
 use tonic::Status;
 
 use crate::control::Control;
+use crate::history::{self, RANGE_BLOCKS};
 use crate::shard::Input;
 
 /// Pause before the stream of commands is opened again.
 const RETRY: Duration = Duration::from_millis(500);
 const CALL_MAX: Duration = Duration::from_secs(5);
+
+/// Commands whose ranges are hashed at a time, and the most ranges of one.
+const HASHING_MAX: usize = 4;
+const HASH_RANGES_MAX: u32 = 64;
 
 /// Outcome of a wish in a volume's state machine.
 #[derive(Clone, Copy, Debug)]
@@ -118,6 +125,64 @@ fn changes(command: &str, pull: &PullPart) -> Result<ChangesRequest, String> {
         cursor: pull.cursor_block,
         want_data: pull.want_data,
     })
+}
+
+/// Ranges of a snapshot that are to be hashed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct HashAsked {
+    token: u64,
+    volume: VolumeId,
+    snapshot: SnapshotId,
+    first: u64,
+    ranges: u32,
+}
+
+/// # Errors
+/// An id is none, or more is asked for than one answer has.
+fn hashed(message: &TargetCommand, pull: &PullPart) -> Result<HashAsked, String> {
+    let request = changes(&message.id, &PullPart { want_data: false, ..pull.clone() })?;
+    let snapshot = request.to.ok_or_else(|| "hashes of no snapshot are requested".to_owned())?;
+    if pull.hash_ranges > HASH_RANGES_MAX {
+        return Err(format!("hashes of {} ranges at once", pull.hash_ranges));
+    }
+    Ok(HashAsked {
+        token: request.token,
+        volume: id("volume", &message.volume_id)?,
+        snapshot,
+        first: request.cursor / RANGE_BLOCKS,
+        ranges: pull.hash_ranges,
+    })
+}
+
+/// Hashes, as they are reported.
+fn told(
+    node: &str,
+    (volume, token): (VolumeId, u64),
+    hashed: Result<Vec<u8>, Refused>,
+) -> PulledPart {
+    use command_refused::Reason;
+    let mut part = PulledPart {
+        id: pull_id(token),
+        node: node.to_owned(),
+        volume_id: volume.to_string(),
+        ..PulledPart::default()
+    };
+    match hashed {
+        Ok(hashes) => part.hashes = hashes,
+        Err(why) => {
+            let reason = match why {
+                Refused::NoSnapshot => Reason::NoSnapshot,
+                Refused::Damaged { .. } => Reason::Damaged,
+                _ => Reason::Busy,
+            };
+            let message = match why {
+                Refused::Damaged { lba } => format!("byte {}", lba * BLOCK_SIZE as u64),
+                why => why.to_string(),
+            };
+            part.refused = Some(refused(reason, message));
+        }
+    }
+    part
 }
 
 /// The id of a pull's command, by the number that the state machine knows it by.
@@ -276,7 +341,7 @@ fn timestamp(at: SystemTime) -> Timestamp {
 
 impl Control {
     /// Carries out the controller's commands until `shutdown`; reconnects without limit.
-    pub async fn obey(&self, mut shutdown: watch::Receiver<bool>) {
+    pub async fn obey(self: Arc<Self>, mut shutdown: watch::Receiver<bool>) {
         loop {
             let pause = match self.obey_once().await {
                 Err(status) => {
@@ -292,7 +357,7 @@ impl Control {
         }
     }
 
-    async fn obey_once(&self) -> Result<(), Status> {
+    async fn obey_once(self: &Arc<Self>) -> Result<(), Status> {
         let request = WatchCommandsRequest { node: self.options.node.clone() };
         let mut client = AgentClient::new(self.channel.clone());
         let mut commands = client.watch_commands(request).await?.into_inner();
@@ -301,6 +366,15 @@ impl Control {
             // A controller of a former term may wish what was deleted since, or delete what was made.
             if !self.identity.accept_controller_term(&command.term, true).map_err(refused)? {
                 return Err(Status::unavailable("the controller's term is over"));
+            }
+            if let Some(target_command::What::PullPart(pull)) = &command.what
+                && pull.hash_ranges > 0
+            {
+                match hashed(&command, pull) {
+                    Ok(asked) => self.begin_to_hash(asked),
+                    Err(reason) => tracing::error!(reason, "a command that makes no sense"),
+                }
+                continue;
             }
             match self::command(&command) {
                 // A target that only reads is opened anew before: the command comes again.
@@ -344,11 +418,39 @@ impl Control {
     pub async fn report_part(&self, volume: VolumeId, token: u64, answer: ChangesAnswer) {
         let part = pulled(&self.options.node, volume, token, &answer);
         drop(answer);
+        self.report_pulled(volume, part).await;
+    }
+
+    async fn report_pulled(&self, volume: VolumeId, part: PulledPart) {
         let mut request = tonic::Request::new(part);
         request.set_timeout(CALL_MAX);
         if let Err(status) = AgentClient::new(self.channel.clone()).report_part(request).await {
             tracing::debug!(%volume, %status, "a part did not reach the controller");
         }
+    }
+
+    /// Hashes ranges of a snapshot beside the commands that follow, and reports them.
+    fn begin_to_hash(self: &Arc<Self>, asked: HashAsked) {
+        let mut hashing = self.hashing.lock().expect("no holder of this lock panics");
+        // One that is not begun comes again.
+        if hashing.len() >= HASHING_MAX || !hashing.insert(asked.token) {
+            return;
+        }
+        drop(hashing);
+        let control = self.clone();
+        tokio::spawn(async move {
+            let of = control.clone();
+            let HashAsked { token, volume, snapshot, first, ranges } = asked;
+            let hashed = tokio::task::spawn_blocking(move || {
+                history::hash_ranges(&of, (volume, snapshot), first, ranges)
+            });
+            // A thread that failed is a command that comes again.
+            if let Ok(hashed) = hashed.await {
+                let part = told(&control.options.node, (volume, token), hashed);
+                control.report_pulled(volume, part).await;
+            }
+            control.hashing.lock().expect("no holder of this lock panics").remove(&token);
+        });
     }
 
     async fn report_ended(&self, volume: VolumeId, outcome: CommandOutcome) {
@@ -389,6 +491,23 @@ mod tests {
         let meant = Command::Revert { snapshot: SnapshotId(5), attempt };
         let message = message(&attempt.to_string(), Some(revert));
         assert_eq!(command(&message), Ok(Some((VolumeId(7), meant))));
+    }
+
+    #[test]
+    fn hashes_are_asked_of_a_snapshot_by_whole_ranges_and_so_many_at_most() {
+        let snapshot_id = SnapshotId(5).to_string();
+        let pull =
+            PullPart { snapshot_id, cursor_block: 513, hash_ranges: 3, ..PullPart::default() };
+        let of = |pull: &PullPart| hashed(&message(&pull_id(9), None), pull);
+        let (volume, snapshot) = (VolumeId(7), SnapshotId(5));
+        let asked = HashAsked { token: 9, volume, snapshot, first: 2, ranges: 3 };
+        assert_eq!(of(&pull), Ok(asked));
+        assert!(of(&PullPart { hash_ranges: HASH_RANGES_MAX + 1, ..pull.clone() }).is_err());
+        assert!(of(&PullPart { snapshot_id: String::new(), ..pull }).is_err());
+        let part = told("n", (volume, 9), Err(Refused::Damaged { lba: 2 }));
+        assert_eq!(part.refused.unwrap().message, "byte 8192");
+        let part = told("n", (volume, 9), Ok(vec![1, 2]));
+        assert!(part.refused.is_none() && part.hashes == [1, 2] && part.id == pull_id(9));
     }
 
     #[test]

@@ -90,6 +90,8 @@ pub(crate) struct Control {
     pub relays: Arc<Relays>,
     /// Port for other nodes that share volumes with this one.
     pub shares: Shares,
+    /// Commands whose ranges are hashed now.
+    pub hashing: Mutex<BTreeSet<u64>>,
 }
 
 /// Assigned volumes, and the actions taken for them.

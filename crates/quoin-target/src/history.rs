@@ -12,9 +12,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
+use quoin_encryption::ContentHash;
 use quoin_reactor::descriptors::LISTENER_REST;
 use quoin_replication::primary::{ChangesAnswer, ChangesRequest};
+use quoin_types::ids::SnapshotId;
 use quoin_types::message::{Content, Slot};
+use quoin_types::{BLOCK_SIZE, VolumeId};
 use quoin_wire::WireError;
 use quoin_wire::history::{Block, Message, Part, Refused, Wanted};
 use tokio::net::UnixListener;
@@ -33,6 +36,36 @@ const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const ANSWERED_WITHIN: Duration = Duration::from_secs(20);
 /// Pause before a part is asked for again where others are read.
 const AGAIN: Duration = Duration::from_millis(20);
+
+/// Blocks of a range that is hashed.
+pub(crate) const RANGE_BLOCKS: u64 = (1 << 20) / BLOCK_SIZE as u64;
+
+/// Hashes ranges of a snapshot, the first of which begins at this one. What is read is as it is stored.
+pub(crate) fn hash_ranges(
+    control: &Control,
+    (volume, snapshot): (VolumeId, SnapshotId),
+    first: u64,
+    ranges: u32,
+) -> Result<Vec<u8>, Refused> {
+    let begin = first.saturating_mul(RANGE_BLOCKS);
+    let end = begin.saturating_add(RANGE_BLOCKS.saturating_mul(ranges.into()));
+    let mut hashes: Vec<ContentHash> = (0..ranges).map(|_| ContentHash::default()).collect();
+    let wanted = Wanted { volume, from: None, to: snapshot, cursor: begin, want_data: ranges > 0 };
+    let mut cursor = Some(begin);
+    while let Some(at) = cursor.filter(|at| *at < end) {
+        let part = Asked::begin(control, &wanted, at).wait(control, &wanted)?;
+        part.check().map_err(|_| Refused::Changed)?;
+        let held = part.ranges.iter().filter(|range| !range.hole);
+        let places = held.flat_map(|range| range.lba..range.lba + range.blocks);
+        for (lba, block) in places.zip(&part.blocks) {
+            let Some(inside) = lba.checked_sub(begin).filter(|_| lba < end) else { continue };
+            let hash = &mut hashes[(inside / RANGE_BLOCKS) as usize];
+            hash.add((inside % RANGE_BLOCKS) as u32, &block.data);
+        }
+        cursor = part.next;
+    }
+    Ok(hashes.into_iter().flat_map(ContentHash::finish).collect())
+}
 
 /// Part that a shard was asked for.
 pub struct Pull {

@@ -155,6 +155,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         served: Default::default(),
         changed,
         nbd_listener,
+        hashing: std::sync::Mutex::default(),
         relays: Arc::new(Relays::new(identity)),
         shares: Default::default(),
     });

@@ -75,6 +75,10 @@ pub enum MirrorCommand {
         after_help = "Example:\n  quoin mirror resync db --force    after a failover, on the old side"
     )]
     Resync(mirrored::ForceOptions),
+    /// Compare both sides at a point that they have in common: each reads it and hashes ranges of 1 MiB. The exit
+    /// status is 0 where all are equal, and 1 where some differ or the comparison ends early.
+    #[command(after_help = "Example:\n  quoin mirror verify db")]
+    Verify(mirrored::OfOptions),
     /// Cut no more points for now.
     Pause(mirrored::OfOptions),
     /// Cut points again.
@@ -180,6 +184,9 @@ pub async fn run(command: MirrorCommand, client: &ClientOptions, format: Format)
         }
         MirrorCommand::Resync(options) => {
             mirrored::resync(options, &mut cluster, client, format).await
+        }
+        MirrorCommand::Verify(options) => {
+            mirrored::verify(&options.of, &mut cluster, client, format).await
         }
         MirrorCommand::Pause(options) => {
             mirrored::plain(&options.of, Call::Pause, &mut cluster, client, format).await

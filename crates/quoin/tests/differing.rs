@@ -22,7 +22,7 @@ const DIFFERS: u64 = 10;
 
 /// Gives the only replica in a pool's file another content of a block, under the version and with
 /// the checksum that make it a good copy: all its data is copied into a rebuild of itself.
-fn overwrite_block(file: &Path, lba: u64, content: &Bytes) {
+pub fn overwrite_block(file: &Path, lba: u64, content: &Bytes) {
     let disk = FileDisk::open(file).unwrap();
     let mut sync = quoin_store::Disk::syncer(&disk);
     let mut pool = Pool::open(disk, PoolOptions::default()).unwrap();

@@ -648,3 +648,117 @@ fn a_live_primary_with_a_writer_is_taken_over_without_the_loss_of_an_acknowledge
     detach(second, "db", there);
     two.stop();
 }
+
+fn verify(user: &User, of: &str) -> (Option<i32>, String) {
+    let output = user.quoin(&["mirror", "verify", of]);
+    let all = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8_lossy(&all).into_owned())
+}
+
+/// Proves that a comparison reads both sides, is answered by either one, goes on where a controller was killed in the
+/// middle of it, and ends with the reason where the peer is away.
+#[test]
+fn both_sides_are_compared_over_a_restart_and_an_absent_peer_is_named() {
+    let two = Two::start("mirror-verify");
+    let (first, second) = (&two.dev, &two.second);
+    for name in ["data", "log"] {
+        two.create(name, "48MiB");
+        let here = client(first, name);
+        write(&here, &some(0, 500, 1));
+        detach(first, name, here);
+    }
+    first.ok(&["group", "create", "shop", "data", "log"]);
+    let early = refused(first, &["mirror", "verify", "shop"]);
+    assert!(early.contains("not mirrored"), "{early}");
+    two.enable("shop");
+    for side in [first as &User, second] {
+        let mut last = (None, String::new());
+        side.eventually("both sides hold one point", || {
+            last = verify(side, "shop");
+            (last.0 == Some(0)).then_some(())
+        });
+        let peer = if last.1.contains("second") { "second" } else { "first" };
+        let said = format!("shop is equal here and on {peer}: 96.0 MiB were compared");
+        assert!(last.1.contains(&said), "{}", last.1);
+    }
+
+    // The target of the copy is away, and the controller that compares is killed meanwhile.
+    hold(&two.of_second(), "target", true);
+    let comparison = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["mirror", "verify", "shop"])
+        .env("QUOIN_SOCKET", &first.admin_socket)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn();
+    let mut comparison = comparison.unwrap();
+    let state = || status(first, "shop")["comparison"]["state"].as_str().unwrap().to_owned();
+    first.eventually("it is begun", || (state() == "comparing").then_some(()));
+    kill(&two.dev.directory, "controller");
+    let _ = comparison.wait();
+    first.eventually("the controller is back, and compares", || {
+        let output = first.quoin(&["mirror", "status", "shop", "-o", "json"]);
+        let seen: Value = serde_json::from_slice(&output.stdout).ok()?;
+        (seen["comparison"]["state"] == "comparing").then_some(())
+    });
+    hold(&two.of_second(), "target", false);
+    first.eventually("it goes on and ends", || (state() == "equal").then_some(()));
+    let events = first.ok(&["events"]);
+    assert!(events.contains("MirrorVerified"), "{events}");
+
+    hold(&two.of_second(), "mirror", true);
+    first.eventually("an absent peer is named", || {
+        let (code, said) = verify(first, "shop");
+        (code == Some(1) && said.contains("no mirror of the peer is heard")).then_some(())
+    });
+    hold(&two.of_second(), "mirror", false);
+    two.stop();
+}
+
+/// Proves that a block of the copy that has other bytes under a valid checksum is found, named, a condition of the
+/// volume, and gone once everything was sent anew.
+#[test]
+fn a_copy_with_other_bytes_under_valid_checksums_is_found_and_sent_anew() {
+    let two = Two::start("mirror-differs");
+    two.create("db", "64MiB");
+    let here = client(&two.dev, "db");
+    let written = some(0, 1000, 1);
+    write(&here, &written);
+    let enable = ["mirror", "enable", "db", "--to", "second", "--every", "1h", "--wait"];
+    two.dev.ok(&enable);
+    detach(&two.dev, "db", here);
+    let Two { dev, second, scratch } = two;
+    let directory = dev.directory.clone();
+    dev.stop();
+    let (lba, _) = written[100];
+    let file = directory.join("peer/pools/pool-a/data");
+    crate::differing::overwrite_block(&file, lba, &block(lba, 77).into());
+
+    let flags = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
+    let dev = Dev::start(&directory, &flags);
+    dev.wait_for_line("A second cluster is up");
+    let first: &User = &dev;
+    let mut last = (None, String::new());
+    first.eventually("the difference is found", || {
+        last = verify(first, "db");
+        last.1.contains("differ").then_some(())
+    });
+    let at = format!("volume db at {}.0 MiB", lba * BLOCK >> 20);
+    assert!(last.0 == Some(1) && last.1.contains("1 range of 1 MiB"), "{last:?}");
+    assert!(last.1.contains(&at), "{at}: {}", last.1);
+    let doctor = String::from_utf8(first.quoin(&["volume", "doctor", "db"]).stdout).unwrap();
+    assert!(doctor.contains("MirrorDiffers") && doctor.contains("mirror disable db"), "{doctor}");
+    assert!(first.ok(&["events"]).contains("MirrorDiffers"));
+
+    first.ok(&["mirror", "disable", "db"]);
+    wait_for_role(&second, "db", "orphan");
+    second.ok(&["mirror", "promote", "db"]);
+    second.eventually("the orphan is deleted", || {
+        second.quoin(&["volume", "delete", "db", "--yes"]).status.success().then_some(())
+    });
+    first.eventually("it is mirrored anew", || first.quoin(&enable).status.success().then_some(()));
+    first.eventually("both sides are equal", || (verify(first, "db").0 == Some(0)).then_some(()));
+    let doctor = String::from_utf8(first.quoin(&["volume", "doctor", "db"]).stdout).unwrap();
+    assert!(!doctor.contains("MirrorDiffers"), "{doctor}");
+    dev.stop();
+    drop(scratch);
+}

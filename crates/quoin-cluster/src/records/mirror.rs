@@ -27,6 +27,86 @@ pub struct MirrorSettings {
     pub is_paused: bool,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ComparisonState {
+    Comparing,
+    Equal,
+    Differs,
+    /// It ended early, and says nothing of the rest.
+    Failed,
+}
+
+/// Range of 1 MiB that is not the same on both sides.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DifferingRange {
+    pub volume: Text<VolumeId>,
+    /// Number of the range in the volume.
+    pub range: u64,
+}
+
+/// Comparison of points that both sides hold. Volumes are gone through in the order of their ids.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MirrorComparison {
+    pub id: Text<PointId>,
+    pub state: ComparisonState,
+    pub began_ms: u64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub ended_ms: u64,
+    /// The newest point that was compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub point: Option<Text<PointId>>,
+    /// Place of the next range: ranges of volumes before it were compared, and those of this one before it.
+    pub volume: Text<VolumeId>,
+    pub range: u64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub done_bytes: u64,
+    /// Ranges that differ, and the first of them.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub differing: u64,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranges: Vec<DifferingRange>,
+    /// A former comparison found differences, and no later one has found none.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub differed: bool,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub failure: String,
+}
+
+impl MirrorComparison {
+    /// Most ranges that are remembered.
+    pub const RANGES_MAX: usize = 64;
+
+    pub fn begun(id: PointId, began_ms: u64, former: Option<&Self>) -> Self {
+        Self {
+            id: Text(id),
+            state: ComparisonState::Comparing,
+            began_ms,
+            ended_ms: 0,
+            point: None,
+            volume: Text(VolumeId(0)),
+            range: 0,
+            done_bytes: 0,
+            differing: 0,
+            ranges: Vec::new(),
+            differed: former.is_some_and(Self::differs),
+            failure: String::new(),
+        }
+    }
+
+    /// Returns true from when a difference was found until a comparison finds none.
+    pub fn differs(&self) -> bool {
+        self.state != ComparisonState::Equal && (self.differing > 0 || self.differed)
+    }
+
+    pub fn note(&mut self, range: DifferingRange) {
+        self.differing += 1;
+        if self.ranges.len() < Self::RANGES_MAX {
+            self.ranges.push(range);
+        }
+    }
+}
+
 /// A mirrored volume or group. The role is that of the brain's own record.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MirrorRecord {
@@ -40,6 +120,9 @@ pub struct MirrorRecord {
     pub brain: Brain,
     pub settings: MirrorSettings,
     pub created_ms: u64,
+    /// The last comparison with the other side.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comparison: Option<MirrorComparison>,
 }
 
 /// Record of the brain, in hex.
@@ -79,7 +162,8 @@ impl MirrorRecord {
     ) -> Self {
         let id = Text(record.group);
         let brain = Brain(Text(Hex(record)));
-        Self { id, group_name, is_volume, version: 1, brain, settings, created_ms }
+        let comparison = None;
+        Self { id, group_name, is_volume, version: 1, brain, settings, created_ms, comparison }
     }
 
     pub fn brain(&self) -> &mirror::Record {

@@ -150,6 +150,19 @@ fn mirror_of_a_group() -> MirrorRecord {
     MirrorRecord::new(brain, ("shop".into(), false), settings, 1_700_000_000_000)
 }
 
+fn mirror_that_was_compared() -> MirrorRecord {
+    let mut comparison = MirrorComparison::begun(PointId(0xc0), 1_700_000_000_100, None);
+    comparison.state = ComparisonState::Failed;
+    comparison.ended_ms = 1_700_000_000_900;
+    comparison.point = Some(Text(PointId(0x77)));
+    (comparison.volume, comparison.range) = (Text(VolumeId(0xf02)), 17);
+    comparison.done_bytes = 80 << 20;
+    comparison.note(DifferingRange { volume: Text(VolumeId(0xf01)), range: 3 });
+    comparison.differed = true;
+    comparison.failure = "the peer is silent".into();
+    MirrorRecord { comparison: Some(comparison), ..mirror_of_a_group() }
+}
+
 /// A record that is kept as one file of JSON.
 fn hold<R: Record + std::fmt::Debug>(name: &str, record: &R) {
     let here: Value = serde_json::from_slice(&encode(record)).expect("JSON");
@@ -397,6 +410,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("snapshot-of-a-mirror", &SnapshotRecord { point, ..snapshot.clone() });
     hold("volume-mirrored", &mirrored());
     hold("mirror", &mirror_of_a_group());
+    hold("mirror-compared", &mirror_that_was_compared());
     let group_name = "shop".to_owned();
     let members = vec![Text(VolumeId(0xf01))];
     let id = Text(GroupId(0x67));

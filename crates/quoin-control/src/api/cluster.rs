@@ -941,6 +941,16 @@ impl Cluster for Services {
         Ok(Response::new(driver.view(&record).await?))
     }
 
+    async fn verify_mirror(
+        &self,
+        request: Request<VerifyMirrorRequest>,
+    ) -> Result<Response<Mirror>, Status> {
+        self.manage(&request)?;
+        let driver = &self.controller.mirror.driver;
+        let record = driver.verify(request.get_ref().of.as_ref()).await?;
+        Ok(Response::new(driver.view(&record).await?))
+    }
+
     async fn list_mirrors(
         &self,
         request: Request<ListMirrorsRequest>,

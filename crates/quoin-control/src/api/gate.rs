@@ -146,6 +146,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/GetMirror", OpenTo::Users, SMALL),
     ("Cluster/ListMirrors", OpenTo::Users, SMALL),
     ("Cluster/CallMirror", OpenTo::Users, SMALL),
+    ("Cluster/VerifyMirror", OpenTo::Users, SMALL),
     ("Cluster/Backup", OpenTo::Governors, ASKED),
     ("Cluster/RecoverRecords", OpenTo::Governors, ASKED),
     ("Agent/WatchPool", OpenTo::Pools, SMALL),

@@ -20,6 +20,7 @@ use quoin_types::{Time, VolumeId};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::comparing::Comparisons;
 use super::observe;
 use crate::Error;
 use crate::membership::peers::Peers;
@@ -71,6 +72,7 @@ pub struct Mirrors {
     pub(super) catalog: Arc<Catalog>,
     pub(super) points: Arc<Points>,
     pub(super) history: History,
+    pub(super) comparisons: Comparisons,
     queue: Arc<Queue<GroupId>>,
     lives: Mutex<HashMap<GroupId, Arc<tokio::sync::Mutex<Option<Live>>>>>,
     inbox: Mutex<HashMap<GroupId, VecDeque<Vec<u8>>>>,
@@ -105,6 +107,7 @@ impl Mirrors {
             catalog,
             points: snapshots.points.clone(),
             history: History::new(state.clone(), snapshots.catalog.clone()),
+            comparisons: Comparisons::default(),
             state,
             queue,
             lives: Mutex::default(),
@@ -223,6 +226,12 @@ impl Mirrors {
                     self.refused(&peer.cluster, group, why).await
                 }
                 Some(peer_word::What::Lag(told)) => self.told_lag(&peer.cluster, group, &told),
+                Some(peer_word::What::HashesAsked(asked)) => {
+                    self.hashes_asked(&peer.cluster, group, asked);
+                }
+                Some(peer_word::What::HashesTold(told)) => {
+                    self.hashes_told(&peer.cluster, group, told);
+                }
                 None => {}
             }
         }

@@ -3,9 +3,10 @@
 //! The decisions are those of [`quoin_cluster::mirror`]. [`driver`] gives the brain of each group its events
 //! and carries its actions out ([`orders`]); members are told to it as records and reports have them
 //! ([`observe`]). Brains speak to each other by mirrors, and so do the controllers that make copies
-//! ([`copies`]). [`lag`] counts what the other side has not. All else that is asked of a mirrored volume keeps to [`rules`].
+//! ([`copies`]). [`lag`] counts what the other side has not, and [`comparing`] compares both. All else that is asked of a mirrored volume keeps to [`rules`].
 
 pub(crate) mod calls;
+mod comparing;
 mod copies;
 pub(crate) mod driver;
 pub(crate) mod groups;

@@ -141,6 +141,7 @@ impl Mirrors {
             lag_bytes: lag.map(|lag| lag.bytes),
             lag_is_least: lag.is_some_and(|lag| lag.is_least),
             lag_counted_ms: lag.map_or(0, |lag| lag.counted.elapsed().as_millis() as u64),
+            comparison: self.comparison(record),
             takes_over: brain.asks_step_down && brain.role == Role::Secondary,
         })
     }

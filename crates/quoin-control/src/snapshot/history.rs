@@ -12,6 +12,7 @@ use quoin_api::control::{
     SnapshotMeasure, SnapshotPart, command_refused,
 };
 use quoin_cluster::records::{SnapshotPhase, SnapshotRecord};
+use quoin_encryption::HASH_BYTES;
 use quoin_types::ids::SnapshotId;
 use quoin_types::{BLOCK_SIZE, VolumeId};
 use tokio::time::Instant;
@@ -32,6 +33,8 @@ const MEASURED_PARTS: usize = 16;
 const RANGES_MAX: usize = 1 << 15;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Blocks of a range that is hashed.
+const RANGE_BLOCKS: u64 = (1 << 20) / BLOCK;
 
 /// Content of snapshots, part by part.
 pub struct History {
@@ -71,6 +74,7 @@ impl History {
             since_snapshot_id: since.as_ref().map(|s| s.id.0.to_string()).unwrap_or_default(),
             cursor_block: asked.offset / BLOCK,
             want_data: asked.want_data,
+            hash_ranges: 0,
         };
         let part = self.part(snapshot.volume.0, &snapshot.name, &pull).await?;
         check_part(&part, &pull, size_bytes)?;
@@ -95,7 +99,7 @@ impl History {
             snapshot_id: to,
             since_snapshot_id: since.map(|since| since.id.0.to_string()).unwrap_or_default(),
             cursor_block: first,
-            want_data: false,
+            ..PullPart::default()
         };
         let all = pull(None, id.clone());
         let held = self.known(&snapshot, all, size_bytes, |_| false).await?;
@@ -191,7 +195,7 @@ impl History {
                 snapshot_id: String::new(),
                 since_snapshot_id: since.map(|since| since.to_string()).unwrap_or_default(),
                 cursor_block,
-                want_data: false,
+                ..PullPart::default()
             };
             let part = self.part(volume, "of the mirror", &pull).await?;
             // The volume itself may have grown.
@@ -204,6 +208,31 @@ impl History {
             }
         }
         Ok((bytes, false))
+    }
+
+    /// Hashes of ranges of 1 MiB of a snapshot, as its target reads it.
+    ///
+    /// # Errors
+    /// The snapshot is gone, a byte of it has no good copy, or the target does not answer.
+    pub(crate) async fn hashes(
+        &self,
+        (volume, snapshot): (VolumeId, SnapshotId),
+        first_range: u64,
+        hash_ranges: u32,
+    ) -> Result<Vec<u8>, Error> {
+        let pull = PullPart {
+            snapshot_id: snapshot.to_string(),
+            cursor_block: first_range.saturating_mul(RANGE_BLOCKS),
+            hash_ranges,
+            ..PullPart::default()
+        };
+        let hashes = self.part(volume, "of the mirror", &pull).await?.hashes;
+        match hashes.len() == hash_ranges as usize * HASH_BYTES {
+            true => Ok(hashes),
+            false => Err(Error::Precondition(
+                "the volume's target hashes no ranges: update the target".to_owned(),
+            )),
+        }
     }
 
     /// Waits for a part of the volume's target.

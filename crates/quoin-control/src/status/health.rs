@@ -79,6 +79,7 @@ pub enum Reason {
     ReplicaRebuilding,
     BadBlocks,
     ChangeBlocked,
+    MirrorDiffers,
     MirrorBehind,
     MirrorProcessMissing,
     MirrorOrphan,
@@ -100,6 +101,7 @@ impl Reason {
         Self::ReplicaRebuilding,
         Self::BadBlocks,
         Self::ChangeBlocked,
+        Self::MirrorDiffers,
         Self::MirrorBehind,
         Self::MirrorProcessMissing,
         Self::MirrorOrphan,
@@ -121,6 +123,7 @@ impl Reason {
             Self::ChangeBlocked => "ChangeBlocked",
             Self::MirrorSplitBrain => "MirrorSplitBrain",
             Self::MirrorDiverged => "MirrorDiverged",
+            Self::MirrorDiffers => "MirrorDiffers",
             Self::MirrorBehind => "MirrorBehind",
             Self::MirrorProcessMissing => "MirrorProcessMissing",
             Self::MirrorOrphan => "MirrorOrphan",
@@ -143,6 +146,7 @@ impl Reason {
             | Self::ChangeBlocked
             | Self::MirrorSplitBrain
             | Self::MirrorDiverged
+            | Self::MirrorDiffers
             | Self::MirrorBehind
             | Self::MirrorProcessMissing
             | Self::MirrorOrphan => Severity::Degraded,
@@ -178,6 +182,9 @@ impl Reason {
             }
             Self::MirrorSplitBrain => "IO goes on at both sides, and nothing is sent between them",
             Self::MirrorDiverged => "nothing is sent, and what each side wrote is kept",
+            Self::MirrorDiffers => {
+                "points go on, and what differs is sent where it is written again"
+            }
             Self::MirrorBehind => "points are sent as soon as the peer takes them",
             Self::MirrorProcessMissing => "nothing of this volume is sent or taken until one runs",
             Self::MirrorOrphan => "the copy is kept as it is",
@@ -190,6 +197,7 @@ impl Reason {
             self,
             Self::MirrorSplitBrain
                 | Self::MirrorDiverged
+                | Self::MirrorDiffers
                 | Self::MirrorBehind
                 | Self::MirrorProcessMissing
                 | Self::MirrorOrphan
@@ -244,6 +252,12 @@ impl Reason {
                 "on the side that diverged: `quoin mirror resync {name} --force` follows the other one \
                  and keeps what was written here in a snapshot, and `quoin mirror promote {name} \
                  --accept-diverged` takes this side for the truth"
+            ),
+            Self::MirrorDiffers => format!(
+                "have all of it sent anew: on the primary's side `quoin mirror disable {name}`, then \
+                 delete the orphan on the other side, then `quoin mirror enable {name}`; where the \
+                 copy is the good one, move to it first (`quoin mirror demote {name}`, and promote it \
+                 there); `quoin mirror verify {name}` compares again"
             ),
             Self::MirrorBehind => format!(
                 "`quoin mirror status {name}` says what it waits for, and `quoin mirror peers` how \
@@ -313,6 +327,8 @@ pub(crate) struct MirrorEvidence {
     pub lag: Option<Duration>,
     pub is_silent: bool,
     pub is_paused: bool,
+    /// Ranges that the last comparison found to differ; 0: a former one found some.
+    pub differing: Option<u64>,
     /// Node whose target has no mirror beside it, and for how long.
     pub alone: Option<(String, Duration)>,
 }
@@ -340,8 +356,19 @@ fn of_mirror(mirror: &MirrorEvidence) -> Vec<(Reason, String)> {
         )),
         _ => {}
     }
+    if let Some(differing) = mirror.differing {
+        let ranges = match differing {
+            0 => "ranges".to_owned(),
+            count => format!("{count} ranges"),
+        };
+        found.push((
+            Reason::MirrorDiffers,
+            format!("{ranges} of 1 MiB of {name:?} are not the same here and in {peer}"),
+        ));
+    }
     let is_behind = mirror.ill_for.is_some_and(|time| time > BEHIND_INTERVALS * mirror.interval);
-    if *role == Role::Primary && is_behind && found.is_empty() {
+    let explains = |reason| matches!(reason, Reason::MirrorSplitBrain | Reason::MirrorDiverged);
+    if *role == Role::Primary && is_behind && !found.iter().any(|(reason, _)| explains(*reason)) {
         let lag = match mirror.lag {
             Some(lag) => format!("what {peer} has of {name:?} is {} s old", lag.as_secs()),
             None => format!("{peer} has no complete copy of {name:?} yet"),
@@ -597,6 +624,7 @@ impl Conditions {
             lag: figures.lag(),
             is_silent: figures.is_silent,
             is_paused: record.settings.is_paused,
+            differing: record.comparison.as_ref().filter(|at| at.differs()).map(|at| at.differing),
             alone: alone.map(|(since, node)| (node.clone(), since.elapsed())),
         })
     }
@@ -695,6 +723,7 @@ mod tests {
             lag: Some(Duration::from_secs(200)),
             is_silent: false,
             is_paused: false,
+            differing: None,
             alone: None,
         };
         let reasons = |mirror: MirrorEvidence| {
@@ -721,6 +750,8 @@ mod tests {
         }
         assert_eq!(reasons(with(Role::Orphan, None)), [Reason::MirrorOrphan]);
         assert_eq!(reasons(with(Role::Secondary, Some(Role::Primary))), []);
+        let differs = MirrorEvidence { differing: Some(3), ..healthy() };
+        assert_eq!(reasons(differs), [Reason::MirrorDiffers]);
         let alone = |seconds| {
             let alone = Some(("n1".to_owned(), Duration::from_secs(seconds)));
             MirrorEvidence { role: Role::Secondary, alone, ..healthy() }

@@ -4,7 +4,8 @@ use anyhow::{Result, bail};
 use clap::Args;
 use quoin_api::control::call_mirror_request::Call;
 use quoin_api::control::{
-    CallMirrorRequest, EnableMirrorRequest, GetMirrorRequest, ListMirrorsRequest, Mirror, MirrorRef,
+    CallMirrorRequest, EnableMirrorRequest, GetMirrorRequest, ListMirrorsRequest, Mirror,
+    MirrorComparison, MirrorRef, VerifyMirrorRequest,
 };
 use quoin_api::volume::parse_time;
 use serde::Serialize;
@@ -453,6 +454,168 @@ pub async fn plain(
     })
 }
 
+/// Exit code of a comparison that found differences.
+const DIFFERS: i32 = 1;
+
+/// A comparison that is under way, as it was seen last.
+struct Comparing {
+    peer: String,
+    found: MirrorComparison,
+}
+
+impl Comparing {
+    fn of(mirror: Mirror) -> Self {
+        Self { peer: mirror.peer, found: mirror.comparison.unwrap_or_default() }
+    }
+}
+
+impl UnderWay for Comparing {
+    fn is_done(&self) -> bool {
+        self.found.state != "comparing"
+    }
+
+    fn state_text(&self) -> String {
+        format!("{} {}", self.found.state, self.found.done_bytes)
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        let MirrorComparison { done_bytes, total_bytes, .. } = &mut self.found;
+        vec![Part { name: self.peer.clone(), done_bytes, total_bytes }]
+    }
+
+    fn left_bytes(&self) -> u64 {
+        self.found.total_bytes.saturating_sub(self.found.done_bytes)
+    }
+
+    fn progress(&self, pace: &str) -> String {
+        let MirrorComparison { done_bytes, total_bytes, differing, .. } = &self.found;
+        let differing = match differing {
+            0 => String::new(),
+            count => format!(", of which {count} MiB differ"),
+        };
+        let (done, total) = (show_size(*done_bytes), show_size(*total_bytes));
+        format!("compared with {}: {done} of {total}{differing}{pace}", self.peer)
+    }
+}
+
+pub async fn verify(
+    of: &str,
+    cluster: &mut Cluster,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let request = VerifyMirrorRequest { of: any(of) };
+    let first = cluster.verify_mirror(request).await.map_err(refusal)?.into_inner();
+    let (group, name, peer) = (first.group_id.clone(), first.name.clone(), first.peer.clone());
+    let poll = async || get(cluster, &group).await.map(Comparing::of);
+    let found = pace::follow(Comparing::of(first), client, poll).await?.found;
+    let view = ComparisonView::from(found);
+    if view.state == "failed" {
+        bail!("{name} could not be compared with {peer}: {}", view.failure);
+    }
+    output::print_one(format, &view, || view.text(&name, &peer))?;
+    match view.state.as_str() {
+        "equal" => Ok(()),
+        _ => std::process::exit(DIFFERS),
+    }
+}
+
+/// A comparison as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ComparisonView {
+    state: String,
+    began_at: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    ended_at: String,
+    point: String,
+    done_bytes: u64,
+    total_bytes: u64,
+    differing_ranges: u64,
+    ranges: Vec<DifferingView>,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    failure: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct DifferingView {
+    volume: String,
+    volume_id: String,
+    offset: u64,
+    length: u64,
+}
+
+impl From<MirrorComparison> for ComparisonView {
+    fn from(found: MirrorComparison) -> Self {
+        let shown =
+            |time: Option<prost_types::Timestamp>| time.as_ref().map(show_time).unwrap_or_default();
+        let range = |range: quoin_api::control::DifferingRange| DifferingView {
+            volume: range.volume,
+            volume_id: range.volume_id,
+            offset: range.offset,
+            length: range.length,
+        };
+        Self {
+            state: found.state,
+            began_at: shown(found.began_at),
+            ended_at: shown(found.ended_at),
+            point: found.point,
+            done_bytes: found.done_bytes,
+            total_bytes: found.total_bytes,
+            differing_ranges: found.differing,
+            ranges: found.ranges.into_iter().map(range).collect(),
+            failure: found.failure,
+        }
+    }
+}
+
+impl ComparisonView {
+    fn text(&self, name: &str, peer: &str) -> String {
+        let done = show_size(self.done_bytes);
+        if self.state == "equal" {
+            let name = output::quoted(name);
+            return format!("{name} is equal here and on {peer}: {done} were compared");
+        }
+        let mut text = format!(
+            "{} is not the same here and on {peer}: {} of 1 MiB of the {done} that were compared differ",
+            output::quoted(name),
+            match self.differing_ranges {
+                1 => "1 range".to_owned(),
+                count => format!("{count} ranges"),
+            },
+        );
+        for range in &self.ranges {
+            text += &format!("\n  volume {} at {}", range.volume, show_size(range.offset));
+        }
+        let more = self.differing_ranges.saturating_sub(self.ranges.len() as u64);
+        if more > 0 {
+            text += &format!("\n  and {more} more");
+        }
+        text + "\nnext: `quoin volume doctor` has the way out"
+    }
+
+    /// One line, for the state of the mirror.
+    fn summary(&self) -> String {
+        match self.state.as_str() {
+            "comparing" => {
+                let (done, total) = (show_size(self.done_bytes), show_size(self.total_bytes));
+                format!("is going on, at {done} of {total}")
+            }
+            "equal" => format!("both sides are equal, as of {}", self.ended_at),
+            "differs" => format!(
+                "{} of 1 MiB differ, as of {}: `quoin volume doctor`",
+                match self.differing_ranges {
+                    1 => "1 range".to_owned(),
+                    count => format!("{count} ranges"),
+                },
+                self.ended_at
+            ),
+            _ => format!("ended early at {}: {}", self.ended_at, self.failure),
+        }
+    }
+}
+
 async fn call(
     request: CallMirrorRequest,
     cluster: &mut Cluster,
@@ -500,6 +663,8 @@ struct MirrorView {
     unsure: bool,
     #[serde(skip_serializing_if = "String::is_empty")]
     lost: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    comparison: Option<ComparisonView>,
 }
 
 #[derive(Serialize)]
@@ -585,6 +750,7 @@ impl From<Mirror> for MirrorView {
             }),
             unsure: mirror.unsure,
             lost: mirror.lost,
+            comparison: mirror.comparison.map(ComparisonView::from),
         }
     }
 }
@@ -602,8 +768,11 @@ impl MirrorView {
     }
 
     fn behind(&self) -> String {
+        let is_final = self.points.iter().any(|point| point.is.contains("last"));
+        let is_told = ["primary", "secondary"].contains(&self.role.as_str()) && !is_final;
         let (Some(bytes), Some(ago)) = (self.bytes(), self.lag_bytes_counted_ms_ago) else {
-            return String::new();
+            let is_told = is_told && !self.synced_at.is_empty();
+            return if is_told { "not counted since then yet".to_owned() } else { String::new() };
         };
         let whose = if self.role == "primary" { "" } else { &format!("{} ", self.peer) };
         format!("{bytes}, as {whose}counted {:.1} s ago", ago as f64 / 1000.0)
@@ -670,6 +839,10 @@ impl MirrorView {
             ("Transfer", transfer.unwrap_or_default()),
             ("Members", self.members.iter().map(member).collect::<Vec<_>>().join(", ")),
             ("Lost", self.lost.clone()),
+            (
+                "Comparison",
+                self.comparison.as_ref().map(ComparisonView::summary).unwrap_or_default(),
+            ),
             ("Message", self.message.clone()),
         ])
     }
