@@ -20,7 +20,7 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 49] = [
+const USES: [(&str, Purpose); 51] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
     ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
@@ -38,6 +38,7 @@ const USES: [(&str, Purpose); 49] = [
     ("crates/quoin-control/src/membership/peers.rs", Stamps),
     ("crates/quoin-control/src/membership/term.rs", Stamps),
     ("crates/quoin-control/src/mirror/calls.rs", Stamps),
+    ("crates/quoin-control/src/mirror/comparing.rs", Stamps),
     ("crates/quoin-control/src/mirror/copies.rs", Stamps),
     (
         "crates/quoin-control/src/mirror/driver.rs",
@@ -46,6 +47,7 @@ const USES: [(&str, Purpose); 49] = [
         ),
     ),
     ("crates/quoin-control/src/mirror/groups.rs", Stamps),
+    ("crates/quoin-control/src/mirror/lag.rs", Stamps),
     ("crates/quoin-control/src/mirror/observe.rs", Stamps),
     ("crates/quoin-control/src/mirror/orders.rs", Stamps),
     ("crates/quoin-control/src/mirror/recovery.rs", Stamps),

@@ -3,7 +3,7 @@
 //! An introduction comes from another cluster. So all of it is bounded, and each refusal names what is
 //! wrong with it.
 
-use crate::records::{Introduction, PeerRecord};
+use crate::records::{Introduction, PeerLimits, PeerRecord};
 
 /// Peers of one cluster.
 pub const PEERS_MAX: usize = 8;
@@ -119,7 +119,8 @@ pub fn paired(
     if others.iter().any(|peer| peer.name == name || peer.cluster == name) {
         return Err(NotTaken::Name);
     }
-    Ok(PeerRecord { cluster: cluster.to_owned(), name, introduction, paired_ms: now_ms })
+    let limits = PeerLimits::default();
+    Ok(PeerRecord { cluster: cluster.to_owned(), name, introduction, paired_ms: now_ms, limits })
 }
 
 /// Takes in what a peer says of itself. Returns true if it is something else than before.

@@ -538,6 +538,7 @@ mod tests {
             since_snapshot_id: String::new(),
             cursor_block: 9,
             want_data: true,
+            hash_ranges: 0,
         };
         let of = |id: &str, pull: &PullPart| {
             let what = target_command::What::PullPart(pull.clone());

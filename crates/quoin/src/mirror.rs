@@ -6,8 +6,8 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use quoin_api::control::call_mirror_request::Call;
 use quoin_api::control::{
-    InvitePeerRequest, ListPeersRequest, PairPeerRequest, Peer, RemoveMirrorRequest,
-    UnpairPeerRequest,
+    InvitePeerRequest, ListPeersRequest, ModifyPeerRequest, PairPeerRequest, Peer,
+    RemoveMirrorRequest, UnpairPeerRequest,
 };
 use serde::Serialize;
 
@@ -15,7 +15,8 @@ use crate::client::{ClientOptions, refusal};
 use crate::events::show_time;
 use crate::listing::RemovedView;
 use crate::output::{self, Format, Row};
-use crate::size::number_within;
+use crate::schedule::Time;
+use crate::size::{number_within, parse_size, show_size};
 
 /// Digits of a cluster's id in a table.
 const ID_DIGITS: usize = 12;
@@ -37,6 +38,13 @@ pub enum MirrorCommand {
     /// The peers: when they were heard last, and by which link.
     #[command(visible_alias = "ls")]
     Peers,
+    /// Limits of what a peer may have here: copies, their bytes, and how long its orphans stay.
+    #[command(
+        after_help = "Examples:\n  quoin mirror quota west                          what it has\n  \
+                            quoin mirror quota west --copies 20 --bytes 2TiB\n  \
+                            quoin mirror quota west --orphans 7d"
+    )]
+    Quota(QuotaOptions),
     /// Trust a peer no more. Its record there stays until that side unpairs too.
     #[command(after_help = "Example:\n  quoin mirror unpair west")]
     Unpair {
@@ -106,6 +114,30 @@ pub struct InviteOptions {
 }
 
 #[derive(Args)]
+pub struct QuotaOptions {
+    /// Its name or its cluster's id, as `quoin mirror peers` shows them.
+    peer: String,
+    /// Most copies that it may have here: 0 to 10000. Orphans count.
+    #[arg(long, value_name = "COUNT")]
+    copies: Option<u64>,
+    /// Most bytes that the volumes of its copies may have together, as in 2TiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    bytes: Option<u64>,
+    /// Time after which an orphan of it that nobody uses is deleted, as in 7d: a minute to a year, or keep.
+    #[arg(long, value_name = "TIME", value_parser = parse_orphans)]
+    orphans: Option<u64>,
+}
+
+/// Seconds; 0: never.
+fn parse_orphans(text: &str) -> Result<u64, String> {
+    if text == "keep" {
+        return Ok(0);
+    }
+    let time = quoin_api::volume::parse_time(text).filter(|time| time.as_secs() > 0);
+    time.map(|time| time.as_secs()).ok_or_else(|| "not a time as in 7d or 12h, or keep".to_owned())
+}
+
+#[derive(Args)]
 pub struct PairOptions {
     /// The token of `quoin mirror invite`. Better in the environment than on the command line, which
     /// everybody can read.
@@ -150,6 +182,40 @@ pub async fn run(command: MirrorCommand, client: &ClientOptions, format: Format)
             let rows: Vec<_> = peers.into_iter().map(PeerView::from).collect();
             let nothing = "no peers: `quoin mirror invite` makes a token for one";
             output::print_list(format, &rows, nothing)
+        }
+        MirrorCommand::Quota(options) => {
+            let request = ModifyPeerRequest {
+                peer: options.peer.clone(),
+                copies_max: options.copies,
+                copies_bytes_max: options.bytes,
+                orphans_s: options.orphans,
+            };
+            let is_change =
+                request != ModifyPeerRequest { peer: options.peer.clone(), ..Default::default() };
+            let peer = if is_change {
+                cluster.modify_peer(request).await.map_err(refusal)?.into_inner()
+            } else {
+                let peers = cluster.list_peers(ListPeersRequest {}).await.map_err(refusal)?;
+                let mut peers = peers.into_inner().peers.into_iter();
+                let is_it =
+                    |peer: &Peer| peer.name == options.peer || peer.cluster_id == options.peer;
+                let found = peers.find(is_it);
+                found.ok_or_else(|| anyhow::anyhow!("no peer is called {:?}", options.peer))?
+            };
+            let view = PeerView::from(peer);
+            output::print_one(format, &view, || {
+                format!(
+                    "{} has {} copies here, and {}; {}",
+                    view.name,
+                    view.copies_text(),
+                    view.bytes_text(),
+                    match view.orphans_seconds {
+                        0 => "orphans are kept".to_owned(),
+                        seconds =>
+                            format!("orphans that nobody uses are deleted after {}", Time(seconds)),
+                    }
+                )
+            })
         }
         MirrorCommand::Unpair { peer } => {
             let request = UnpairPeerRequest { peer };
@@ -222,6 +288,22 @@ struct PeerView {
     keys: u32,
     paired_at: String,
     message: String,
+    copies: u64,
+    copies_max: u64,
+    copies_bytes: u64,
+    copies_bytes_max: u64,
+    /// 0: they are kept.
+    orphans_seconds: u64,
+}
+
+impl PeerView {
+    fn copies_text(&self) -> String {
+        format!("{} of {}", self.copies, self.copies_max)
+    }
+
+    fn bytes_text(&self) -> String {
+        format!("{} of {}", show_size(self.copies_bytes), show_size(self.copies_bytes_max))
+    }
 }
 
 impl From<Peer> for PeerView {
@@ -237,14 +319,30 @@ impl From<Peer> for PeerView {
             keys: peer.keys,
             paired_at: peer.paired_at.as_ref().map(show_time).unwrap_or_default(),
             message: peer.message,
+            copies: peer.copies,
+            copies_max: peer.copies_max,
+            copies_bytes: peer.copies_bytes,
+            copies_bytes_max: peer.copies_bytes_max,
+            orphans_seconds: peer.orphans_s,
         }
     }
 }
 
 impl Row for PeerView {
-    const HEADER: &'static [&'static str] =
-        &["NAME", "CLUSTER", "STATE", "HEARD", "LINK", "MESSAGE", "ADDRESSES", "PAIRED"];
-    const NARROW: usize = 6;
+    const HEADER: &'static [&'static str] = &[
+        "NAME",
+        "CLUSTER",
+        "STATE",
+        "HEARD",
+        "LINK",
+        "COPIES",
+        "MESSAGE",
+        "BYTES",
+        "ORPHANS",
+        "ADDRESSES",
+        "PAIRED",
+    ];
+    const NARROW: usize = 7;
 
     fn cells(&self) -> Vec<String> {
         let heard = self.heard_ms.map(|ms| format!("{} s ago", ms / 1000));
@@ -258,7 +356,13 @@ impl Row for PeerView {
             self.state.clone(),
             heard.unwrap_or_else(|| "never".to_owned()),
             link,
+            self.copies_text(),
             self.message.clone(),
+            self.bytes_text(),
+            match self.orphans_seconds {
+                0 => "kept".to_owned(),
+                seconds => Time(seconds).to_string(),
+            },
             self.addresses.join(", "),
             self.paired_at.clone(),
         ]

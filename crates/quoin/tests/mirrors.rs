@@ -10,7 +10,7 @@ use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 
 use crate::common::dev::Dev;
-use crate::common::{Scratch, User, signal};
+use crate::common::{Cluster, Scratch, User, signal};
 use crate::support::block;
 
 const BLOCK: u64 = 4096;
@@ -579,8 +579,9 @@ fn the_lag_in_bytes_is_what_a_delta_would_carry_on_either_side() {
     detach(first, "db", here);
     first.ok(&["mirror", "demote", "db"]);
     second.ok(&["mirror", "promote", "db"]);
-    let gone = status(second, "db");
-    assert!(gone["lagBytes"].as_u64().unwrap_or(0) == 0, "{gone:#}");
+    second.eventually("the new primary counts for itself", || {
+        (status(second, "db")["lagBytes"] == 0).then_some(())
+    });
     two.stop();
 }
 
@@ -761,4 +762,274 @@ fn a_copy_with_other_bytes_under_valid_checksums_is_found_and_sent_anew() {
     assert!(!doctor.contains("MirrorDiffers"), "{doctor}");
     dev.stop();
     drop(scratch);
+}
+
+/// Proves that a peer gets no more copies than its quota allows, that the refusal names it and the way out, and that an
+/// orphan goes after the time that the peer's limits say, with an event before and after.
+#[test]
+fn a_peer_has_as_many_copies_as_its_quota_and_its_orphans_go_after_their_time() {
+    let two = Two::start("mirror-quota");
+    let (first, second) = (&two.dev, &two.second);
+    let quota = |limits: &[&str]| second.ok(&[&["mirror", "quota", "first"], limits].concat());
+    let kept = quota(&["--copies", "1"]);
+    assert!(kept.contains("0 of 1 copies") && kept.contains("orphans are kept"), "{kept}");
+    for name in ["one", "two"] {
+        two.create(name, "64MiB");
+    }
+    two.enable("one");
+    let peer = || second.json(&["mirror", "peers"])[0].clone();
+    assert_eq!((&peer()["copies"], &peer()["copiesMax"]), (&1.into(), &1.into()));
+    assert_eq!(peer()["copiesBytes"], 64u64 << 20);
+    let enable = ["mirror", "enable", "two", "--to", "second", "--every", "10s"];
+    let no = refused(first, &enable);
+    assert!(no.contains("1 of 1 copies"), "{no}");
+    assert!(no.contains("quoin mirror quota first --copies 2"), "{no}");
+    quota(&["--copies", "2", "--bytes", "100MiB"]);
+    let no = refused(first, &enable);
+    assert!(no.contains("quoin mirror quota first --bytes 134217728"), "{no}");
+    let limits = quota(&["--bytes", "1GiB", "--orphans", "1m"]);
+    assert!(limits.contains("1 of 2 copies") && limits.contains("deleted after 1m"), "{limits}");
+    two.enable("two");
+    let wrong = refused(second, &["mirror", "quota", "first", "--orphans", "5s"]);
+    assert!(wrong.contains("a minute to a year"), "{wrong}");
+
+    first.ok(&["mirror", "disable", "one"]);
+    wait_for_role(second, "one", "orphan");
+    second.eventually("its end is announced", || {
+        second.ok(&["events"]).contains("OrphanExpires").then_some(())
+    });
+    // The time that it was seen survives the controller.
+    std::thread::sleep(Duration::from_secs(10));
+    kill(&two.of_second(), "controller");
+    let began = Instant::now();
+    loop {
+        let output = second.quoin(&["events"]);
+        let events = String::from_utf8(output.stdout).unwrap();
+        if events.contains("OrphanDeleted") {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(150), "it stays: {events}");
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    assert!(began.elapsed() > Duration::from_secs(30), "it went early");
+    second.eventually("its volume is gone", || {
+        (!second.quoin(&["volume", "get", "one"]).status.success()).then_some(())
+    });
+    assert_eq!(status(second, "two")["role"], "secondary", "a copy is none");
+    assert!(first.quoin(&["volume", "get", "one"]).status.success());
+    two.stop();
+}
+
+/// Library that moves the wall clock of the processes of the second cluster by as much as a file says.
+const CLOCK: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static int is_second = -1;
+
+static long moved(void) {
+    char text[4096] = {0};
+    if (is_second < 0) {
+        int command = open("/proc/self/cmdline", O_RDONLY);
+        ssize_t length = command < 0 ? 0 : read(command, text, sizeof text - 1);
+        if (command >= 0) close(command);
+        is_second = 0;
+        for (ssize_t at = 0; at < length; at++)
+            if (strncmp(text + at, "/peer/", 6) == 0) is_second = 1;
+    }
+    const char *path = getenv("QUOIN_TEST_CLOCK");
+    if (!is_second || !path) return 0;
+    int file = open(path, O_RDONLY);
+    if (file < 0) return 0;
+    ssize_t length = read(file, text, sizeof text - 1);
+    close(file);
+    text[length < 0 ? 0 : length] = 0;
+    return atol(text);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *time) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int outcome = real(clock, time);
+    if (clock == CLOCK_REALTIME) time->tv_sec += moved();
+    return outcome;
+}
+"#;
+
+/// Proves that a clock of the other side that is an hour ahead, or behind, changes neither lag nor sync time, hides no
+/// silence, and promotes nobody.
+#[test]
+fn a_peer_s_clock_that_jumps_by_an_hour_each_way_changes_no_lag_and_no_role() {
+    let scratch = Scratch::new("mirror-clock");
+    let (source, library) = (scratch.0.join("clock.c"), scratch.0.join("clock.so"));
+    std::fs::write(&source, CLOCK).unwrap();
+    let compiled = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O1", "-o"])
+        .args([&library, &source])
+        .arg("-ldl")
+        .status();
+    if !compiled.is_ok_and(|status| status.success()) {
+        return crate::common::skipped("no C compiler is here to move a clock");
+    }
+    let clock = scratch.0.join("clock");
+    std::fs::write(&clock, "0").unwrap();
+    let jump = |seconds: &str| {
+        let new = scratch.0.join("clock.new");
+        std::fs::write(&new, seconds).unwrap();
+        std::fs::rename(new, &clock).unwrap();
+    };
+    let mut command = Command::new(env!("CARGO_BIN_EXE_quoin"));
+    command.env("LD_PRELOAD", &library).env("QUOIN_TEST_CLOCK", &clock);
+    let directory = scratch.cluster();
+    let flags = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
+    let dev = Dev::start_by(command, &directory, &flags);
+    dev.wait_for_line("A second cluster is up");
+    let second = User {
+        admin_socket: directory.join("peer/run/admin.sock"),
+        logs: directory.join("peer/logs"),
+    };
+    let first: &User = &dev;
+    first.ok(&["volume", "create", "db", "--size", "32MiB", "--replicas", "1"]);
+    let here = client(first, "db");
+    let mut written = some(0, 50, 1);
+    write(&here, &written);
+    first.ok(&["mirror", "enable", "db", "--to", "second", "--every", "10s", "--wait"]);
+    second.eventually("the primary told of its clock", || {
+        status(&second, "db")["lagBytes"].as_u64().map(drop)
+    });
+    let mut version = 2;
+    for moved in ["3600", "-3600", "0"] {
+        jump(moved);
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(25) {
+            let more = some(0, 20, version);
+            write(&here, &more);
+            written.extend(more);
+            version += 1;
+            let (own, theirs) = (status(first, "db"), status(&second, "db"));
+            for (seen, role) in [(&own, "primary"), (&theirs, "secondary")] {
+                assert_eq!(seen["role"], role, "clock {moved}: {seen:#}");
+                assert_eq!(seen["generation"], 1, "clock {moved}: {seen:#}");
+                // The first moments are those before the primary told of its clock again.
+                let lag_ms = seen["lagMs"].as_u64().unwrap();
+                assert!(lag_ms < 30_000, "clock {moved}: {seen:#}");
+            }
+            assert_ne!(own["health"], "error", "clock {moved}: {own:#}");
+            std::thread::sleep(Duration::from_millis(500));
+        }
+    }
+    // Silence is counted by a clock that does not jump.
+    jump("3600");
+    let early = refused(&second, &["mirror", "promote", "db", "--force"]);
+    assert!(early.contains("demote"), "{early}");
+    hold(&directory, "mirror", true);
+    let since = Instant::now();
+    let mut last = String::new();
+    while !last.contains("only force promotes") {
+        assert!(since.elapsed() < Duration::from_secs(90), "silence is not found: {last}");
+        last = refused(&second, &["mirror", "promote", "db"]);
+        if since.elapsed() > Duration::from_secs(10) && since.elapsed() < Duration::from_secs(12) {
+            jump("-3600");
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert!(since.elapsed() > Duration::from_secs(25), "silence was found early");
+    assert_eq!(status(&second, "db")["role"], "secondary");
+    hold(&directory, "mirror", false);
+    second.eventually("the peer is heard again", || {
+        (status(&second, "db")["message"].is_null()).then_some(())
+    });
+    detach(first, "db", here);
+    first.ok(&["mirror", "demote", "db"]);
+    second.ok(&["mirror", "promote", "db"]);
+    let there = client(&second, "db");
+    assert_holds(&there, &written);
+    detach(&second, "db", there);
+    dev.stop();
+}
+
+/// Proves that a link that is cut in one direction, either one, is found on both sides, that the told sync time stays
+/// true meanwhile, that nobody is promoted, and that everything is caught up with after it.
+#[test]
+fn a_link_that_is_cut_in_one_direction_is_found_and_tells_no_wrong_sync_time() {
+    let Some(network) = crate::common::network::Network::new(&["first", "second"]) else { return };
+    let places = [network.place(0), network.place(1)];
+    let names = ["first", "second"];
+    let mut sides: Vec<Cluster> = Vec::new();
+    for (place, name) in places.iter().zip(names) {
+        let scratch = format!("mirror-cut-{name}");
+        let mut side = Cluster::start(&scratch, place, &["--default-replicas", "1"]);
+        side.pool(place, "p1", &[]);
+        side.node(place, "n1", &[], &[]);
+        side.wait_for_pools(1);
+        let listen = format!("{}:7500", place.address);
+        let (state, run, token) = (side.path("mirror"), side.path("run"), side.token("mirror"));
+        let arguments = ["mirror", "run", "--name", "m1", "--node", "n1", "--state", &state]
+            .into_iter()
+            .chain(["--run", &run, "--listen", &listen, "--controller", &side.controller])
+            .chain(["--join", &token]);
+        let arguments = arguments.map(String::from).collect();
+        side.run(place, "mirror", arguments);
+        sides.push(side);
+    }
+    let (first, second) = (&sides[0], &sides[1]);
+    first.eventually("both are linked", || {
+        let invite = ["mirror", "invite", "--name", "second", "--address", &first.controller];
+        second.quoin(&["mirror", "pair", "--name", "first", &first.ok(&invite)]);
+        let is_linked = |side: &Cluster| side.json(&["mirror", "peers"])[0]["state"] == "linked";
+        (is_linked(first) && is_linked(second)).then_some(())
+    });
+    first.ok(&["volume", "create", "db", "--size", "32MiB", "--replicas", "1"]);
+    let here = client(first, "db");
+    let mut written = some(0, 50, 1);
+    write(&here, &written);
+    first.ok(&["mirror", "enable", "db", "--to", "second", "--every", "10s", "--wait"]);
+    let mut version = 2;
+    for (from, to) in [(0, 1), (1, 0)] {
+        network.lose("add", from, to);
+        let cut = Instant::now();
+        let (mut are_silent, mut most) = ([false; 2], 0);
+        while cut.elapsed() < Duration::from_secs(75) && !(are_silent[0] && are_silent[1]) {
+            let more = some(0, 10, version);
+            write(&here, &more);
+            written.extend(more);
+            version += 1;
+            for (index, side) in sides.iter().enumerate() {
+                let seen = status(side, "db");
+                assert_eq!(seen["role"], ["primary", "secondary"][index], "{seen:#}");
+                let message = seen["message"].as_str().unwrap_or_default();
+                are_silent[index] |= message.contains("the peer is silent");
+                // Nothing of after the cut is on the other side, but for what was on its way then.
+                let lag_ms = u128::from(seen["lagMs"].as_u64().unwrap());
+                let since_ms = cut.elapsed().as_millis();
+                assert!(lag_ms + 3000 >= since_ms, "{names:?} {index} at {since_ms}: {seen:#}");
+                most = most.max(lag_ms);
+            }
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        assert_eq!(are_silent, [true; 2], "the cut from {from} to {to} is not found");
+        assert!(most > 25_000, "the lag was {most} ms at most");
+        let unforced = refused(second, &["mirror", "promote", "db"]);
+        assert!(unforced.contains("only force promotes"), "{unforced}");
+        network.lose("del", from, to);
+        first.eventually("it is caught up with", || {
+            let seen = status(first, "db");
+            let is_near = seen["lagMs"].as_u64().is_some_and(|lag_ms| lag_ms < 20_000);
+            (is_near && seen["health"] == "healthy").then_some(())
+        });
+    }
+    for side in [first, second] {
+        assert_eq!(status(side, "db")["generation"], 1, "somebody was promoted");
+    }
+    detach(first, "db", here);
+    first.ok(&["mirror", "demote", "db"]);
+    second.ok(&["mirror", "promote", "db"]);
+    let there = client(second, "db");
+    assert_holds(&there, &written);
+    detach(second, "db", there);
 }

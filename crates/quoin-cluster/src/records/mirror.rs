@@ -123,6 +123,9 @@ pub struct MirrorRecord {
     /// The last comparison with the other side.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comparison: Option<MirrorComparison>,
+    /// Seconds for which controllers that ran have seen it as an orphan.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub orphan_s: u64,
 }
 
 /// Record of the brain, in hex.
@@ -162,8 +165,18 @@ impl MirrorRecord {
     ) -> Self {
         let id = Text(record.group);
         let brain = Brain(Text(Hex(record)));
-        let comparison = None;
-        Self { id, group_name, is_volume, version: 1, brain, settings, created_ms, comparison }
+        let (comparison, orphan_s) = (None, 0);
+        Self {
+            id,
+            group_name,
+            is_volume,
+            version: 1,
+            brain,
+            settings,
+            created_ms,
+            comparison,
+            orphan_s,
+        }
     }
 
     pub fn brain(&self) -> &mirror::Record {

@@ -50,7 +50,7 @@ pub use mirror::{
     VolumeGroupIndex, VolumeGroupRecord, VolumeMirror,
 };
 pub use node::NodeRecord;
-pub use peer::{Introduction, MirrorAddressRecord, PeerRecord};
+pub use peer::{Introduction, MirrorAddressRecord, PeerLimits, PeerRecord};
 pub use pool::{CordonRecord, PoolRecord};
 pub use replica::{Cause, Discarded, ReplicaPhase, ReplicaRecord};
 pub use revert::{RevertIndex, RevertPhase, RevertRecord};

@@ -25,6 +25,41 @@ pub struct PeerRecord {
     /// Its last statement about itself.
     pub introduction: Introduction,
     pub paired_ms: u64,
+    #[serde(default, skip_serializing_if = "PeerLimits::is_default")]
+    pub limits: PeerLimits,
+}
+
+/// Limits of what a peer may have in this cluster.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct PeerLimits {
+    /// Copies, and their sizes together; `None`: the cluster's own limits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copies: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// Seconds after which an orphan is deleted; `None`: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub orphans_s: Option<u64>,
+}
+
+impl PeerLimits {
+    /// Most copies of a peer, and their sizes together, where nobody says less.
+    pub const COPIES_MAX: u64 = 10_000;
+    pub const BYTES_MAX: u64 = 1 << 52;
+    /// Shortest and longest time of an orphan.
+    pub const ORPHANS_S: std::ops::RangeInclusive<u64> = 60..=365 * 24 * 3600;
+
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    pub fn copies_max(&self) -> u64 {
+        self.copies.unwrap_or(Self::COPIES_MAX)
+    }
+
+    pub fn bytes_max(&self) -> u64 {
+        self.bytes.unwrap_or(Self::BYTES_MAX)
+    }
 }
 
 impl Record for PeerRecord {

@@ -160,7 +160,7 @@ fn mirror_that_was_compared() -> MirrorRecord {
     comparison.note(DifferingRange { volume: Text(VolumeId(0xf01)), range: 3 });
     comparison.differed = true;
     comparison.failure = "the peer is silent".into();
-    MirrorRecord { comparison: Some(comparison), ..mirror_of_a_group() }
+    MirrorRecord { comparison: Some(comparison), orphan_s: 86_400, ..mirror_of_a_group() }
 }
 
 /// A record that is kept as one file of JSON.
@@ -355,7 +355,11 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         addresses: vec!["mirror-1.example:10810".into()],
     };
     let (cluster, name, paired_ms) = ("c1".repeat(16), "east".into(), 1_700_000_000_000);
-    hold("peer", &PeerRecord { cluster, name, introduction, paired_ms });
+    let limits = PeerLimits::default();
+    let peer = PeerRecord { cluster, name, introduction, paired_ms, limits };
+    hold("peer", &peer);
+    let limits = PeerLimits { copies: Some(9), bytes: Some(1 << 40), orphans_s: Some(604_800) };
+    hold("peer-with-limits", &PeerRecord { limits, ..peer });
     let (mirror, address) = ("host-1".into(), "10.0.0.1:10810".into());
     hold("mirror-address", &MirrorAddressRecord { mirror, address });
     let recovery = RecoveryRecord { why: "they were lost".into(), since_ms: 1_700_000_000_000 };

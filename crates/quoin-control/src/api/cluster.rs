@@ -851,6 +851,15 @@ impl Cluster for Services {
         Ok(Response::new(ListPeersResponse { peers: self.controller.membership.peers.list() }))
     }
 
+    async fn modify_peer(
+        &self,
+        request: Request<ModifyPeerRequest>,
+    ) -> Result<Response<Peer>, Status> {
+        self.govern(&request)?;
+        let peer = self.controller.membership.peers.modify(request.get_ref()).await?;
+        Ok(Response::new(peer))
+    }
+
     async fn unpair_peer(
         &self,
         request: Request<UnpairPeerRequest>,

@@ -135,6 +135,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Cluster/InvitePeer", OpenTo::Governors, SMALL),
     ("Cluster/PairPeer", OpenTo::Governors, SMALL),
     ("Cluster/ListPeers", OpenTo::Governors, SMALL),
+    ("Cluster/ModifyPeer", OpenTo::Governors, SMALL),
     ("Cluster/UnpairPeer", OpenTo::Governors, SMALL),
     ("Cluster/RemoveMirror", OpenTo::Governors, SMALL),
     ("Cluster/CreateVolumeGroup", OpenTo::Users, ASKED),

@@ -14,7 +14,7 @@ use quoin_api::control::{self as api, MirrorReport};
 use quoin_cluster::mirror;
 use quoin_cluster::peers::{self, NotTaken};
 use quoin_cluster::records::{
-    Introduction, MemberOfCluster, MirrorAddressRecord, MirrorRecord, PeerRecord,
+    Introduction, MemberOfCluster, MirrorAddressRecord, MirrorRecord, PeerLimits, PeerRecord,
 };
 use quoin_identity::{PairToken, Role, TrustedPeers, check_name};
 use tokio::time::Instant;
@@ -211,7 +211,8 @@ impl Peers {
             Ok(made) => made,
             Err(_) => {
                 let replace = |found: &mut PeerRecord| {
-                    *found = PeerRecord { paired_ms: found.paired_ms, ..record.clone() };
+                    let PeerRecord { paired_ms, limits, .. } = *found;
+                    *found = PeerRecord { paired_ms, limits, ..record.clone() };
                     Ok(())
                 };
                 let updated = self.state.joined.peers.update(cluster, replace).await?;
@@ -221,6 +222,49 @@ impl Peers {
         let message = "this cluster and the peer trust each other's mirrors";
         self.event(about(&paired), Severity::Normal, "PeerPaired", message);
         Ok(paired)
+    }
+
+    /// Changes the limits of a peer, named by its name or its id.
+    ///
+    /// # Errors
+    /// It is no peer, a limit is none, or the store fails.
+    pub async fn modify(&self, asked: &api::ModifyPeerRequest) -> Result<api::Peer, Error> {
+        let record = self.find(&asked.peer)?;
+        let bounded = |field, given: Option<u64>, most: u64| match given {
+            Some(given) if given > most => Err(Error::invalid(field, format!("at most {most}"))),
+            given => Ok(given),
+        };
+        let copies = bounded("copies", asked.copies_max, PeerLimits::COPIES_MAX)?;
+        let bytes = bounded("bytes", asked.copies_bytes_max, PeerLimits::BYTES_MAX)?;
+        let orphans = asked.orphans_s;
+        if orphans.is_some_and(|s| s != 0 && !PeerLimits::ORPHANS_S.contains(&s)) {
+            return Err(Error::invalid("orphans", "a minute to a year, or keep"));
+        }
+        let change = |record: &mut PeerRecord| {
+            let limits = &mut record.limits;
+            limits.copies = copies.or(limits.copies);
+            limits.bytes = bytes.or(limits.bytes);
+            limits.orphans_s = match orphans {
+                Some(0) => None,
+                Some(given) => Some(given),
+                None => limits.orphans_s,
+            };
+            Ok(())
+        };
+        let updated = self.state.joined.peers.update(&record.cluster, change).await?;
+        let (record, ()) = updated.ok_or_else(|| Error::missing("peer", &record.name))?;
+        let limits = record.limits;
+        let orphans = match limits.orphans_s {
+            Some(seconds) => format!("orphans are deleted after {seconds} s"),
+            None => "orphans are kept".to_owned(),
+        };
+        let message = format!(
+            "at most {} copies and {} bytes; {orphans}",
+            limits.copies_max(),
+            limits.bytes_max()
+        );
+        self.event(about(&record), Severity::Normal, "PeerModified", message);
+        Ok(self.shown(&record))
     }
 
     /// Trusts a peer no more, named by its name or its id.
@@ -555,6 +599,7 @@ impl Peers {
             ),
             (_, None) => ("not heard yet", link.message),
         };
+        let (copies, copies_bytes) = self.state.mirrored.copies_of(&self.state, &record.cluster);
         api::Peer {
             cluster_id: record.cluster.clone(),
             name: record.name.clone(),
@@ -570,6 +615,11 @@ impl Peers {
             },
             link_address: link.linked_to,
             message,
+            copies,
+            copies_max: record.limits.copies_max(),
+            copies_bytes,
+            copies_bytes_max: record.limits.bytes_max(),
+            orphans_s: record.limits.orphans_s.unwrap_or(0),
         }
     }
 

@@ -27,9 +27,6 @@ use crate::time::now_ms;
 /// Between two introductions of copies that are not there yet, and of those that are: key slots travel.
 const AGAIN: Duration = Duration::from_secs(1);
 const NOW_AND_THEN: Duration = Duration::from_secs(30);
-/// Most copies that one peer may make here, and their sizes together.
-const COPIES_MAX: usize = 10_000;
-const COPIES_BYTES_MAX: u64 = 1 << 52;
 
 impl Mirrors {
     /// Tells the peer of the group and its members, until it has them.
@@ -55,6 +52,18 @@ impl Mirrors {
             live.refused.clear();
         }
         let (peer, group) = (brain.peer.to_string(), record.id.0);
+        let introduction = GroupIntroduction {
+            name: record.group_name.clone(),
+            is_volume: record.is_volume,
+            record: brain.encode(),
+            interval_s: record.settings.interval_s,
+            may_take_over: record.settings.may_take_over,
+            compresses: record.settings.compresses,
+            bandwidth_limit: record.settings.bandwidth_limit,
+        };
+        // Before the volumes too: a group that is there names a member that joins before its copy is made, which
+        // would else count as one that left.
+        self.say(peer.clone(), group, peer_word::What::Group(introduction.clone()));
         for member in &brain.members {
             let Some(volume) = self.state.volumes.get(&member.volume.to_string()) else { continue };
             let introduction = VolumeIntroduction {
@@ -69,15 +78,6 @@ impl Mirrors {
             };
             self.say(peer.clone(), group, peer_word::What::Volume(introduction));
         }
-        let introduction = GroupIntroduction {
-            name: record.group_name.clone(),
-            is_volume: record.is_volume,
-            record: brain.encode(),
-            interval_s: record.settings.interval_s,
-            may_take_over: record.settings.may_take_over,
-            compresses: record.settings.compresses,
-            bandwidth_limit: record.settings.bandwidth_limit,
-        };
         self.say(peer, group, peer_word::What::Group(introduction));
     }
 
@@ -123,12 +123,8 @@ impl Mirrors {
                 ))),
             };
         }
-        let copies = self.state.volumes.list();
-        let copies: Vec<_> = copies.iter().filter(|volume| volume.mirror.is_some()).collect();
-        let bytes: u64 = copies.iter().map(|volume| volume.size_bytes).sum();
-        if copies.len() >= COPIES_MAX || bytes.saturating_add(said.size_bytes) > COPIES_BYTES_MAX {
-            return Err(Error::Exhausted("the quota of a peer's copies is used up".to_owned()));
-        }
+        let (copies, bytes) = self.state.mirrored.copies_of(&self.state, &peer.cluster);
+        check_quota(peer, (copies, bytes), said.size_bytes)?;
         let keepsake = Keepsake { is_primary: false, begun: theirs.chain.top() };
         let made = |volume: &mut VolumeRecord| mirrored::keep(volume, group, keepsake);
         let spec = VolumeSpec { size_bytes: said.size_bytes, ..spec };
@@ -304,6 +300,34 @@ impl Mirrors {
         };
         self.state.mirrored.records.update(&known.name(), change).await.map(drop)
     }
+}
+
+/// # Errors
+/// One more copy of this size would be more than the peer may have. The words are read on the other side.
+fn check_quota(
+    peer: &PeerRecord,
+    (copies, bytes): (u64, u64),
+    size_bytes: u64,
+) -> Result<(), Error> {
+    let (limits, name) = (&peer.limits, crate::text::quoted(&peer.name));
+    let orphans = "or delete orphans there";
+    if copies >= limits.copies_max() {
+        return Err(Error::Exhausted(format!(
+            "the quota of this cluster's copies there is used up: it has {copies} of {} copies; raise it \
+             there (`quoin mirror quota {name} --copies {}`), {orphans}",
+            limits.copies_max(),
+            copies + 1
+        )));
+    }
+    let needed = bytes.saturating_add(size_bytes);
+    if needed > limits.bytes_max() {
+        return Err(Error::Exhausted(format!(
+            "the quota of this cluster's copies there is used up: with this one they have {needed} of {} \
+             bytes; raise it there (`quoin mirror quota {name} --bytes {needed}`), {orphans}",
+            limits.bytes_max()
+        )));
+    }
+    Ok(())
 }
 
 /// Returns true if the peer begins a mirror that is not the one that this copy follows: its first generation is

@@ -22,6 +22,7 @@ use tokio::time::Instant;
 
 use super::comparing::Comparisons;
 use super::observe;
+use super::orphans::Orphans;
 use crate::Error;
 use crate::membership::peers::Peers;
 use crate::reconcile::{Next, Queue, Reconciler};
@@ -49,8 +50,9 @@ const OUTBOX_MAX: usize = 4096;
 /// A brain that lives here, with what belongs to its life.
 pub(super) struct Live {
     pub brain: Brain,
-    /// Version of the record that it goes by.
+    /// Version of the record that it goes by, and when that was made.
     version: u64,
+    created_ms: u64,
     serial: u64,
     /// The last orders that were carried out for each member.
     pub stamps: HashMap<VolumeId, Stamp>,
@@ -73,6 +75,7 @@ pub struct Mirrors {
     pub(super) points: Arc<Points>,
     pub(super) history: History,
     pub(super) comparisons: Comparisons,
+    pub(super) orphans: Orphans,
     queue: Arc<Queue<GroupId>>,
     lives: Mutex<HashMap<GroupId, Arc<tokio::sync::Mutex<Option<Live>>>>>,
     inbox: Mutex<HashMap<GroupId, VecDeque<Vec<u8>>>>,
@@ -108,6 +111,7 @@ impl Mirrors {
             points: snapshots.points.clone(),
             history: History::new(state.clone(), snapshots.catalog.clone()),
             comparisons: Comparisons::default(),
+            orphans: Orphans::default(),
             state,
             queue,
             lives: Mutex::default(),
@@ -229,6 +233,11 @@ impl Mirrors {
                 Some(peer_word::What::HashesAsked(asked)) => {
                     self.hashes_asked(&peer.cluster, group, asked);
                 }
+                Some(peer_word::What::NoMirror(_)) => {
+                    if let Err(error) = self.peer_has_none(&peer.cluster, group).await {
+                        tracing::debug!(%group, %error, "a mirror that was ended stays for now");
+                    }
+                }
                 Some(peer_word::What::HashesTold(told)) => {
                     self.hashes_told(&peer.cluster, group, told);
                 }
@@ -238,8 +247,14 @@ impl Mirrors {
     }
 
     fn heard(&self, peer: &str, group: GroupId, bytes: Vec<u8>) {
-        let record = self.state.mirrored.group(group);
-        if record.is_none_or(|record| record.brain().peer.to_string() != peer) {
+        let Some(record) = self.state.mirrored.group(group) else {
+            // The other side may wait for the end of it.
+            if self.state.check_ruling().is_ok() && self.state.check_term().is_ok() {
+                self.say(peer.to_owned(), group, peer_word::What::NoMirror(true));
+            }
+            return;
+        };
+        if record.brain().peer.to_string() != peer {
             return;
         }
         let mut inbox = self.inbox();
@@ -288,10 +303,13 @@ impl Mirrors {
             self.end(group);
             return Ok(None);
         };
+        // A mirror that was ended and begun again is another one: no word and no role of the former counts in it.
+        life.take_if(|live| live.created_ms != record.created_ms);
         let now = self.now();
         let live = life.get_or_insert_with(|| Live {
             brain: Brain::new(now, record.brain().clone(), record.version),
             version: record.version,
+            created_ms: record.created_ms,
             serial: 0,
             stamps: HashMap::new(),
             heard: None,

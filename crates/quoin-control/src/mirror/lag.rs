@@ -14,6 +14,7 @@ use tokio::time::{Instant, timeout_at};
 use super::driver::Mirrors;
 use crate::Error;
 use crate::state::mirrored::LagBytes;
+use crate::time::now_ms;
 
 /// Interval of counts of one group, and that in which the copy's side is told of one again.
 const COUNTED_EVERY: Duration = Duration::from_secs(3);
@@ -55,9 +56,15 @@ impl Mirrors {
         let Some(figures) = self.state.mirrored.figures(group) else { return };
         let since = record.brain().points.common;
         let now = Instant::now();
-        let known = self.state.mirrored.lag_bytes(group).filter(|known| known.since == since);
+        let known = self
+            .state
+            .mirrored
+            .lag_bytes(group)
+            .filter(|known| known.since == since && known.told.is_none());
         let lag = match figures.is_idle {
-            true => LagBytes { since, bytes: 0, is_least: false, counted: figures.looked },
+            true => {
+                LagBytes { since, bytes: 0, is_least: false, counted: figures.looked, told: None }
+            }
             false => {
                 let is_due = counts.due.get(&group).is_none_or(|due| now >= *due);
                 if !is_due && known.is_some() {
@@ -88,6 +95,7 @@ impl Mirrors {
             bytes: lag.bytes,
             is_least: lag.is_least,
             counted_ms: u64::try_from(lag.counted.elapsed().as_millis()).unwrap_or(u64::MAX),
+            now_ms: now_ms(),
         };
         self.say(record.brain().peer.to_string(), group, peer_word::What::Lag(told));
     }
@@ -99,7 +107,8 @@ impl Mirrors {
     async fn counted(&self, record: &MirrorRecord, until: Instant) -> Result<LagBytes, Error> {
         let brain = record.brain();
         let since = brain.points.common;
-        let mut lag = LagBytes { since, bytes: 0, is_least: false, counted: Instant::now() };
+        let counted = Instant::now();
+        let mut lag = LagBytes { since, bytes: 0, is_least: false, counted, told: None };
         for member in &brain.members {
             let base = since.filter(|_| member.has_base);
             let (bytes, is_whole) = self.counted_of(member.volume, base, until).await?;
@@ -137,9 +146,22 @@ impl Mirrors {
         let Some(since) = told.point_id.parse().ok().filter(|_| is_of_copy) else { return };
         let age = Duration::from_millis(told.counted_ms).min(AGE_MAX);
         let counted = Instant::now().checked_sub(age).unwrap_or_else(Instant::now);
-        let lag =
-            LagBytes { since: Some(since), bytes: told.bytes, is_least: told.is_least, counted };
+        let lag = LagBytes {
+            since: Some(since),
+            bytes: told.bytes,
+            is_least: told.is_least,
+            counted,
+            told: (told.now_ms != 0).then(|| (told.now_ms, Instant::now())),
+        };
         self.state.mirrored.note_lag(group, lag);
+    }
+
+    /// The wall clock by which a copy's points were cut, as far as its primary told; else that of this side. The two may
+    /// be apart.
+    pub(super) fn clock_of_points(&self, record: &MirrorRecord) -> u64 {
+        let told = self.state.mirrored.lag_bytes(record.id.0);
+        let told = told.filter(|_| !record.brain().is_own());
+        told.and_then(|lag| lag.their_now_ms()).unwrap_or_else(now_ms)
     }
 
     /// The last count, where it is from the point that a failover now would show.
@@ -150,6 +172,8 @@ impl Mirrors {
             Role::Secondary if !brain.is_own() => Some(brain.points.complete?),
             _ => return None,
         };
-        self.state.mirrored.lag_bytes(record.id.0).filter(|lag| lag.since == shown)
+        let is_told = brain.role != Role::Primary;
+        let lag = self.state.mirrored.lag_bytes(record.id.0);
+        lag.filter(|lag| lag.since == shown && lag.told.is_some() == is_told)
     }
 }

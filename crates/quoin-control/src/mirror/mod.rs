@@ -14,6 +14,7 @@ mod lag;
 mod leaving;
 pub(crate) mod observe;
 mod orders;
+mod orphans;
 pub(crate) mod recovery;
 pub(crate) mod rules;
 pub(crate) mod view;

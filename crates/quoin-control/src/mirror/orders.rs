@@ -370,6 +370,18 @@ impl Mirrors {
         Ok(())
     }
 
+    /// The peer has no record of a group: it was told of the end, and forgot the orphan since.
+    pub(super) async fn peer_has_none(&self, peer: &str, group: GroupId) -> Result<(), Error> {
+        let record = self.state.mirrored.group(group);
+        let is_over = |record: &Arc<MirrorRecord>| {
+            record.role() == Role::Off && record.brain().peer.to_string() == peer
+        };
+        let Some(record) = record.filter(is_over) else { return Ok(()) };
+        self.release(&record).await?;
+        let is_off = |record: &MirrorRecord| record.role() == Role::Off;
+        self.state.mirrored.records.remove(&record.name(), is_off).await.map(drop)
+    }
+
     /// The volumes of an orphan may be deleted; with the last one it is over.
     async fn end_orphan(&self, record: &MirrorRecord) -> Result<(), Error> {
         let is_there = |member: &quoin_cluster::mirror::Member| {
@@ -380,8 +392,10 @@ impl Mirrors {
             self.release(record).await?;
             let is_orphan = |r: &MirrorRecord| r.role() == Role::Orphan;
             self.state.mirrored.records.remove(&record.name(), is_orphan).await?;
+            self.orphans.forget(record.id.0);
+            return Ok(());
         }
-        Ok(())
+        self.expire(record).await
     }
 
     async fn release(&self, record: &MirrorRecord) -> Result<(), Error> {

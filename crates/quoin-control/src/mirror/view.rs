@@ -125,7 +125,7 @@ impl Mirrors {
             },
             lag_ms: match is_primary {
                 true => synced.map(|at| now_ms().saturating_sub(at)),
-                false => shown.map(|at| now_ms().saturating_sub(at)),
+                false => shown.map(|at| self.clock_of_points(record).saturating_sub(at)),
             },
             message,
             interval_s: record.settings.interval_s,

@@ -13,6 +13,7 @@ use quoin_types::ids::{GroupId, PointId};
 use tokio::time::Instant;
 
 use crate::Error;
+use crate::state::State;
 use crate::state::changes::Changes;
 use crate::state::store::{Store, StoreError};
 use crate::state::table::Table;
@@ -67,6 +68,16 @@ pub(crate) struct LagBytes {
     /// Not all was counted.
     pub is_least: bool,
     pub counted: Instant,
+    /// The primary on the other side counted it, when its wall clock was this at that moment.
+    pub told: Option<(u64, Instant)>,
+}
+
+impl LagBytes {
+    /// Wall clock of the side that told of it, as it is now by the time that passed since.
+    pub fn their_now_ms(&self) -> Option<u64> {
+        let (then_ms, at) = self.told?;
+        Some(then_ms.saturating_add(u64::try_from(at.elapsed().as_millis()).unwrap_or(0)))
+    }
 }
 
 /// Records of mirrors, and what is ordered by them.
@@ -155,6 +166,25 @@ impl Mirrored {
         let takes = feeds.iter().filter(|(_, order)| !order.token.is_empty());
         let takes = takes.map(|(volume, order)| (*volume, order.clone())).collect();
         (sends.values().map(|(_, send)| send.clone()).collect(), takes)
+    }
+
+    /// Copies that a peer has in this cluster, orphans counted, and their sizes together.
+    pub fn copies_of(&self, state: &State, peer: &str) -> (u64, u64) {
+        let is_of_peer = |volume: &VolumeRecord| {
+            let Some(mirror) = volume.mirror.as_ref().filter(|mirror| !mirror.is_primary) else {
+                return false;
+            };
+            match self.of(volume) {
+                Some(record) => record.brain().peer.to_string() == peer,
+                // The group is not recorded before its volumes are.
+                None => mirror.cluster.0.to_string() == peer,
+            }
+        };
+        let volumes = state.volumes.list();
+        let copies = volumes.iter().filter(|volume| is_of_peer(volume));
+        copies.fold((0, 0), |(count, bytes), volume| {
+            (count + 1, volume.size_bytes.saturating_add(bytes))
+        })
     }
 
     fn all_figures(&self) -> MutexGuard<'_, HashMap<GroupId, Figures>> {

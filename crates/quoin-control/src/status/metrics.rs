@@ -396,7 +396,9 @@ fn mirrors(controller: &Controller, registry: &mut Registry) {
             lag.get_or_create(&label).set(time.as_secs_f64());
         }
         let counted = mirrored.lag_bytes(record.id.0);
-        if let Some(counted) = counted.filter(|lag| lag.since == record.brain().points.common) {
+        if let Some(counted) =
+            counted.filter(|lag| lag.since == record.brain().points.common && lag.told.is_none())
+        {
             bytes.get_or_create(&label).set(i64::try_from(counted.bytes).unwrap_or(i64::MAX));
         }
     }

@@ -34,6 +34,7 @@ fn pair(cluster: &Cluster) {
         name: "west".into(),
         introduction: Introduction::default(),
         paired_ms: 1,
+        limits: Default::default(),
     };
     put(cluster, &peer);
 }
