@@ -432,7 +432,7 @@ impl Control {
     /// Hashes ranges of a snapshot beside the commands that follow, and reports them.
     fn begin_to_hash(self: &Arc<Self>, asked: HashAsked) {
         let mut hashing = self.hashing.lock().expect("no holder of this lock panics");
-        // One that is not begun comes again.
+        // A command that is not begun comes again.
         if hashing.len() >= HASHING_MAX || !hashing.insert(asked.token) {
             return;
         }

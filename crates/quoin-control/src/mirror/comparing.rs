@@ -6,7 +6,7 @@
 //! compared is followed by the next common one: what differed in the former and was not written since differs in it.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, HashesAsked, HashesTold, peer_word};
@@ -18,11 +18,12 @@ use quoin_cluster::records::{
 use quoin_encryption::HASH_BYTES;
 use quoin_types::VolumeId;
 use quoin_types::ids::{GroupId, PointId};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::driver::Mirrors;
+use super::memory::Asked;
 use super::observe;
 use crate::Error;
 use crate::state::events::{Object, Severity};
@@ -44,23 +45,6 @@ const AGAIN: Duration = Duration::from_millis(300);
 /// Bytes and time after which the place is recorded.
 const RECORDED_BYTES: u64 = 256 << 20;
 const RECORDED_WITHIN: Duration = Duration::from_secs(5);
-
-/// Question of a peer.
-struct Asked {
-    peer: String,
-    group: GroupId,
-    question: HashesAsked,
-}
-
-/// Comparisons and answers of this life.
-#[derive(Default)]
-pub(super) struct Comparisons {
-    asked: Mutex<VecDeque<Asked>>,
-    answers: Mutex<HashMap<u128, oneshot::Sender<HashesTold>>>,
-    /// Bytes that were compared, where that is more than the record says.
-    done: Mutex<HashMap<GroupId, u64>>,
-    news: Notify,
-}
 
 /// Reason why ranges were not compared.
 enum Unknown {
@@ -178,7 +162,7 @@ impl Mirrors {
         }
         let mut asked = self.asked();
         let is_there = asked.iter().any(|asked| asked.question.id == question.id);
-        // One that finds no room comes again.
+        // A question that finds no room comes again.
         if !is_there && asked.len() < WAITING_MAX {
             asked.push_back(Asked { peer: peer.to_owned(), group, question });
         }

@@ -20,9 +20,8 @@ use quoin_types::{Time, VolumeId};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::comparing::Comparisons;
+use super::memory::{Comparisons, Orphans};
 use super::observe;
-use super::orphans::Orphans;
 use crate::Error;
 use crate::membership::peers::Peers;
 use crate::reconcile::{Next, Queue, Reconciler};

@@ -12,6 +12,7 @@ pub(crate) mod driver;
 pub(crate) mod groups;
 mod lag;
 mod leaving;
+mod memory;
 pub(crate) mod observe;
 mod orders;
 mod orphans;

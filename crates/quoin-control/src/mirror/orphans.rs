@@ -2,45 +2,20 @@
 //!
 //! The time is that for which controllers that ran have seen it as an orphan, so no clock that jumps ends it early.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use quoin_api::control::{VolumeGroupRef, VolumeRef};
 use quoin_cluster::records::{MirrorRecord, Record};
-use quoin_types::ids::GroupId;
 use tokio::time::Instant;
 
 use super::driver::Mirrors;
+use super::memory::Seen;
 use crate::Error;
 use crate::state::events::{Object, Severity};
 
 /// Most time that a restart of the controller adds, and the least between two changes of the record.
 const RECORDED_WITHIN: Duration = Duration::from_secs(600);
 const RECORDED_APART: Duration = Duration::from_secs(5);
-
-/// Orphan as this life has seen it.
-struct Seen {
-    since: Instant,
-    /// Time of before that.
-    before: Duration,
-    recorded: Duration,
-    is_told: bool,
-}
-
-/// Orphans of this life.
-#[derive(Default)]
-pub(super) struct Orphans(Mutex<HashMap<GroupId, Seen>>);
-
-impl Orphans {
-    fn lock(&self) -> MutexGuard<'_, HashMap<GroupId, Seen>> {
-        self.0.lock().expect("no holder of this lock panics")
-    }
-
-    pub fn forget(&self, group: GroupId) {
-        self.lock().remove(&group);
-    }
-}
 
 /// Steps that are due for an orphan of this age.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -103,7 +78,7 @@ impl Mirrors {
         let volumes = record.brain().members.iter();
         let volumes = volumes.filter_map(|m| self.state.volumes.get(&m.volume.to_string()));
         let volumes: Vec<_> = volumes.collect();
-        // Whoever uses it wants it.
+        // A volume that is used is wanted.
         let is_used = volumes.iter().any(|volume| !volume.attachments.is_empty());
         if !due.is_over || is_used {
             return Ok(());
