@@ -91,7 +91,7 @@ pub(crate) struct Control {
     /// Port for other nodes that share volumes with this one.
     pub shares: Shares,
     /// Commands whose ranges are hashed now.
-    pub hashing: Mutex<BTreeSet<u64>>,
+    pub hashing: Mutex<std::collections::BTreeSet<u64>>,
 }
 
 /// Assigned volumes, and the actions taken for them.
