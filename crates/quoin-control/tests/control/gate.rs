@@ -100,6 +100,7 @@ async fn every_call_is_open_to_the_roles_of_the_table_and_closed_to_others_befor
         "InvitePeer",
         "PairPeer",
         "ListPeers",
+        "ModifyPeer",
         "UnpairPeer",
         "RemoveMirror",
         "Backup",
