@@ -33,6 +33,7 @@ use crate::Options;
 use crate::assignment::{self, Assigned, ServedAt, Sharer, granted_options};
 use crate::client::User;
 use crate::dial::{Dials, Reach};
+use crate::epoch_requests::EpochRequests;
 use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
 use crate::openings::Openings;
 use crate::relay::{Destination, Relays};
@@ -415,6 +416,7 @@ impl Control {
 
     /// Carries out the shards' requests, until the shards are gone.
     pub async fn answer(self: Arc<Self>, mut asks: mpsc::UnboundedReceiver<Ask>) {
+        let mut epochs = EpochRequests::default();
         while let Some(ask) = asks.recv().await {
             match ask {
                 Ask::Changed => self.changed.notify_one(),
@@ -443,9 +445,11 @@ impl Control {
                     self.changed.notify_one();
                 }
                 Ask::Epoch { volume, incarnation, at_least } => {
-                    let control = self.clone();
+                    let (control, mut turn) = (self.clone(), epochs.turn(volume));
                     tokio::spawn(async move {
+                        turn.comes().await;
                         let grant = control.acquire(volume, incarnation, at_least).await;
+                        drop(turn);
                         control.tell(volume, Input::Granted(volume, incarnation, grant));
                     });
                 }

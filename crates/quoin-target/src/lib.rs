@@ -14,6 +14,7 @@ pub mod client;
 pub mod commands;
 mod control;
 pub mod dial;
+mod epoch_requests;
 pub mod feed;
 pub mod history;
 pub mod listen;
