@@ -119,7 +119,9 @@ fn flipped_bytes_of_a_volume_in_use_are_reported_by_replica_and_block_and_repair
     load.assert_progress(&dev, 100);
 
     let (code, printed) = compare(&dev, "repair");
-    assert_eq!((code, &printed["repaired"]), (Some(0), &15.into()), "{printed}");
+    assert_eq!((code, &printed["repaired"]), (Some(0), &printed["bad"]), "{printed}");
+    // Clean-up may have come to some of them before.
+    assert!((1..=15).contains(&printed["bad"].as_u64().unwrap()), "{printed}");
     assert!(in_b.iter().all(|lba| is_whole(&file_b, *lba)));
     assert!(in_c.iter().all(|lba| is_whole(&file_c, *lba)));
     let (code, printed) = compare(&dev, "verify");
