@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use crate::fuse::server::AbortHandle;
 
-/// Time for which a volume may be detached here and have a device without a server, before its IO
-/// fails: one that is attached again meanwhile goes on.
+/// Time that a volume which is detached here has to be attached again, before the IO of a device without
+/// a server fails.
 const DETACHED_FOR: Duration = Duration::from_secs(4);
 /// Interval of attempts to remove a device of a detached volume that no mount holds: a program may
 /// have it open.
@@ -33,7 +33,7 @@ struct Entry {
     handle: AbortHandle,
     /// Number of the last request to attach this volume.
     asked: u64,
-    /// Since when the volume is known to be detached here.
+    /// Time since which the volume is known to be detached here.
     detached: Option<Instant>,
     tried: Option<Instant>,
 }
@@ -87,8 +87,8 @@ impl AbortHandles {
         handle.is_some_and(|handle| handle.since_epoch() < since_epoch && handle.end(why))
     }
 
-    /// The volume is detached from this host. IO that a server still answers goes on; where none does,
-    /// it fails once that has lasted.
+    /// Notes that the volume is detached from this host. IO that has a server is answered; without one it
+    /// fails after [`DETACHED_FOR`].
     pub(crate) fn detached(
         &self,
         volume: &str,
@@ -129,7 +129,8 @@ impl Handles {
 }
 
 /// Text for people about a device whose volume another node has.
-pub(crate) fn served_elsewhere(node: &str, since_epoch: u64) -> String {
+#[must_use]
+pub fn served_elsewhere(node: &str, since_epoch: u64) -> String {
     let since_epoch = quoin_types::Epoch(since_epoch);
     format!("served by {node} since epoch {since_epoch}; mounts here are dead")
 }

@@ -42,6 +42,7 @@ pub mod protocol;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use abort::served_elsewhere;
 pub use client::AttachClient;
 pub use created::file_name;
 pub use daemon::run;

@@ -5,16 +5,15 @@ use std::fs::OpenOptions;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::daemon::{Bound, Daemon, SIZE, asked, blocking, have_requirements, sh};
+use crate::daemon::{Bound, Daemon, Killable, SIZE, asked, blocking, have_requirements, sh};
 use quoin_attach::fuse::mount::mounts_under;
 use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::{AttachVolume, Kind};
-use quoin_attach::{AttachClient, Error, Options, run};
+use quoin_attach::{Error, Options, run};
 use quoin_testkit::have;
 use quoin_testkit::nbd_server::{Server, ServerOptions, volume};
 use tokio::sync::watch;
@@ -350,16 +349,6 @@ async fn an_invalid_request_is_refused_with_its_reason_and_leaves_nothing() {
     daemon.stop().await.unwrap();
 }
 
-const DAEMON_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY";
-
-/// Not a test of its own: the process that the test below kills.
-#[tokio::test(flavor = "multi_thread")]
-async fn the_daemon_that_is_killed() {
-    let Some(directory) = std::env::var_os(DAEMON_DIRECTORY) else { return };
-    let (_shutdown, watched) = watch::channel(false);
-    run(Options::new(directory), watched).await.unwrap();
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn the_next_start_removes_what_a_killed_daemon_left() {
     if !have_requirements() {
@@ -370,17 +359,7 @@ async fn the_next_start_removes_what_a_killed_daemon_left() {
     let memory = volume(SIZE as usize);
     let _server = Server::start(&socket, memory.clone(), ServerOptions::default());
     let run_directory = directory.path().canonicalize().unwrap().join("attach");
-    let mut killed = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "attach::the_daemon_that_is_killed"])
-        .env(DAEMON_DIRECTORY, &run_directory)
-        .stdout(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    let client = AttachClient::new(run_directory.join("attach.sock"));
-    while client.list().await.is_err() {
-        assert!(killed.try_wait().unwrap().is_none());
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let Killable { process: mut killed, client } = Killable::start(&run_directory).await;
     let device = client.attach(asked("db", &socket)).await.unwrap().device;
     let open = device.clone();
     blocking(move || {

@@ -1,7 +1,7 @@
 //! An attach daemon in a test's own process.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use quoin_attach::fuse::mount::mounts_under;
@@ -52,6 +52,39 @@ impl Daemon {
         let result = self.task.await.unwrap();
         assert!(mounts_under(&self.directory).unwrap().is_empty(), "a mount is left");
         result
+    }
+}
+
+const KILLABLE_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY";
+
+/// Not a test of its own: the process of a [`Killable`].
+#[tokio::test(flavor = "multi_thread")]
+async fn the_daemon_that_is_killed() {
+    let Some(directory) = std::env::var_os(KILLABLE_DIRECTORY) else { return };
+    let (_shutdown, watched) = watch::channel(false);
+    run(Options::new(directory), watched).await.unwrap();
+}
+
+/// A daemon in a process of its own, which a test kills.
+pub struct Killable {
+    pub process: Child,
+    pub client: AttachClient,
+}
+
+impl Killable {
+    pub async fn start(directory: &Path) -> Self {
+        let mut process = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "daemon::the_daemon_that_is_killed"])
+            .env(KILLABLE_DIRECTORY, directory)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let client = AttachClient::new(directory.join("attach.sock"));
+        while client.list().await.is_err() {
+            assert!(process.try_wait().unwrap().is_none());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Self { process, client }
     }
 }
 

@@ -5,10 +5,9 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::daemon::{Bound, Daemon, SIZE, asked, blocking, have_requirements};
+use crate::daemon::{Bound, Daemon, Killable, SIZE, asked, blocking, have_requirements};
 use quoin_attach::protocol::{DetachedHere, Kind};
 use quoin_attach::{AttachClient, Error, Options, run};
 use quoin_testkit::nbd_server::{Server, ServerOptions, volume};
@@ -50,7 +49,7 @@ async fn a_device_of_a_detached_volume_goes_where_nobody_has_it_and_fails_its_io
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     let client = &daemon.client;
 
-    // Nobody has it.
+    // A device without users.
     let device = client.attach(asked("17", &socket)).await.unwrap().device;
     let bound = Bound::of(&device);
     let first = number(client).await;
@@ -89,16 +88,6 @@ async fn a_device_of_a_detached_volume_goes_where_nobody_has_it_and_fails_its_io
     daemon.stop().await.unwrap();
 }
 
-const DAEMON_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY_WAITING";
-
-/// Not a test of its own: the process that the test below kills.
-#[tokio::test(flavor = "multi_thread")]
-async fn the_daemon_whose_device_waits() {
-    let Some(directory) = std::env::var_os(DAEMON_DIRECTORY) else { return };
-    let (_shutdown, watched) = watch::channel(false);
-    run(Options::new(directory), watched).await.unwrap();
-}
-
 /// The kernel keeps a thread that waits for its own process, and with it the lock of the directory.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_daemon_that_is_killed_while_its_device_waits_for_io_is_replaced() {
@@ -109,17 +98,7 @@ async fn a_daemon_that_is_killed_while_its_device_waits_for_io_is_replaced() {
     let socket = directory.path().join("nbd.sock");
     let server = Server::start(&socket, volume(SIZE as usize), ServerOptions::default());
     let run_directory = directory.path().canonicalize().unwrap().join("attach");
-    let mut killed = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "detached::the_daemon_whose_device_waits"])
-        .env(DAEMON_DIRECTORY, &run_directory)
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let client = AttachClient::new(run_directory.join("attach.sock"));
-    while client.list().await.is_err() {
-        assert!(killed.try_wait().unwrap().is_none());
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let Killable { process: mut killed, client } = Killable::start(&run_directory).await;
     let device = client.attach(asked("17", &socket)).await.unwrap().device;
     blocking(move || server.stop()).await;
     let closes = write_behind(&device);

@@ -317,6 +317,15 @@ async fn secrets_and_mount_flags_are_in_no_log_message_or_record() {
         messages += world.node.node_stage_volume(stage.clone()).await.unwrap_err().message();
         let record = world.path(&format!("state/volumes/{}.json", volume.volume_id));
         assert!(!record.exists(), "a staging that is refused leaves no record");
+        let plain = NodeStageVolumeRequest { volume_capability: Some(writer()), ..stage.clone() };
+        world.node.node_stage_volume(plain).await.unwrap();
+        let kept = std::fs::read_to_string(&record).unwrap();
+        assert!(!kept.contains("passphrase") && !kept.contains("hunter2"), "{kept}");
+        let unstage = NodeUnstageVolumeRequest {
+            volume_id: volume.volume_id.clone(),
+            staging_target_path: world.text("stage"),
+        };
+        world.node.node_unstage_volume(unstage).await.unwrap();
     }
     let request = NodeStageVolumeRequest { staging_target_path: "x".into(), ..stage };
     messages += world.node.node_stage_volume(request).await.unwrap_err().message();

@@ -107,9 +107,7 @@ impl DeviceReports {
         for served in &answer.served_elsewhere {
             let (name, node, since) = (&served.name, &served.node, served.since_epoch);
             self.served_elsewhere(&served.volume_id, name, node, since).await;
-            let since = quoin_types::Epoch(since);
-            let why = format!("served by {node} since epoch {since}; mounts here are dead");
-            ended.push((name.clone(), why));
+            ended.push((name.clone(), quoin_attach::served_elsewhere(node, since)));
         }
         for detached in &answer.detached {
             let Some(device) = reported.get(&detached.volume_id) else { continue };

@@ -207,7 +207,7 @@ pub async fn cluster(
     }
 }
 
-/// All members are cut from the controller only after a person agreed, or with --yes in a script.
+/// Question to a person before all members are cut from the controller; --yes in a script is the answer.
 fn confirm_at_once() -> Result<()> {
     const CONSEQUENCE: &str = "every pool, node, admin and mirror is cut from the controller until it \
         joins again with a new token";

@@ -1,5 +1,5 @@
-//! `quoin status`: one page about the cluster: its parts, the volumes that are not well, the work under
-//! way, the clocks and the versions.
+//! `quoin status`: one page about the cluster: its parts, the volumes that are not well, changes and drains
+//! under way, the clocks and the versions.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ struct StatusView {
     pools: Parts,
     nodes: Parts,
     volumes: Parts,
-    /// Changes of replicas, drains, verifications and rebuilds that are not done yet.
+    /// Changes of replicas and drains that are not done yet.
     under_way: Vec<String>,
     /// Devices on nodes that have the volume no more, or that are dead.
     left_over: Vec<String>,

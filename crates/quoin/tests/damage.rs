@@ -138,7 +138,7 @@ fn damage_in_a_pool_file_is_detected_repaired_and_reported() {
 }
 
 /// Returns a figure of a pool among its metrics.
-fn figure(address: &str, pool: &str, name: &str) -> Option<u64> {
+pub fn figure(address: &str, pool: &str, name: &str) -> Option<u64> {
     let name = format!("quoin_pool_{name}_total{{pool=\"{pool}\"}} ");
     let metrics = ask(address, "/metrics")?;
     metrics.lines().find_map(|line| line.strip_prefix(&name))?.trim().parse().ok()

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::common::dev::Dev;
 use crate::common::{Cluster, Scratch, User, signal};
-use crate::support::block;
+use crate::support::{block, stories};
 
 const BLOCK: u64 = 4096;
 
@@ -542,8 +542,7 @@ fn the_lag_in_bytes_is_what_a_delta_would_carry_on_either_side() {
     let here = client(first, "db");
     write(&here, &some(0, 100, 1));
     first.ok(&["mirror", "enable", "db", "--to", "second", "--every", "1h", "--wait"]);
-    let settings = std::fs::read(two.dev.directory.join("dev.json")).unwrap();
-    let settings: Value = serde_json::from_slice(&settings).unwrap();
+    let settings = stories::settings(&two.dev);
     let http = settings["controller"]["http"].as_str().unwrap().to_owned();
     let is = |bytes: u64| {
         let told = move |status: &Value| {
@@ -563,7 +562,7 @@ fn the_lag_in_bytes_is_what_a_delta_would_carry_on_either_side() {
                 point.or_else(|| points.as_array().unwrap().iter().find(|p| p["is"] == "common"));
             assert_eq!(point.unwrap()["lagBytes"], bytes, "{points:#}");
         }
-        let metrics = crate::slow_replica::metrics(&http).unwrap();
+        let metrics = stories::ask(&http, "/metrics").unwrap();
         let line = format!("quoin_mirror_lag_bytes{{mirror=\"db\"}} {bytes}");
         assert!(metrics.contains(&line), "{line}: {metrics}");
     };
@@ -633,7 +632,13 @@ fn a_live_primary_with_a_writer_is_taken_over_without_the_loss_of_an_acknowledge
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && said.contains("it continues by itself"), "{said}");
     assert!(said.contains("a point of first comes: it is at"), "{said}");
-    // The same command waits again, for what goes on.
+    // Its controller dies, and no command asks again.
+    hold(&two.of_second(), "controller", true);
+    hold(&two.of_second(), "controller", false);
+    second.eventually("the controller is back", || {
+        second.quoin(&["mirror", "status", "db"]).status.success().then_some(())
+    });
+    wait_for_role(second, "db", "primary");
     let promoted = second.ok(&["mirror", "promote", "db", "--force"]);
     assert!(promoted.contains("primary here, in generation 2"), "{promoted}");
     wait_for_role(first, "db", "secondary");
@@ -695,6 +700,8 @@ fn both_sides_are_compared_over_a_restart_and_an_absent_peer_is_named() {
     let state = || status(first, "shop")["comparison"]["state"].as_str().unwrap().to_owned();
     first.eventually("it is begun", || (state() == "comparing").then_some(()));
     kill(&two.dev.directory, "controller");
+    // The command may outlive the controller, and would then wait for the target that is held.
+    let _ = comparison.kill();
     let _ = comparison.wait();
     first.eventually("the controller is back, and compares", || {
         let output = first.quoin(&["mirror", "status", "shop", "-o", "json"]);
@@ -702,7 +709,11 @@ fn both_sides_are_compared_over_a_restart_and_an_absent_peer_is_named() {
         (seen["comparison"]["state"] == "comparing").then_some(())
     });
     hold(&two.of_second(), "target", false);
-    first.eventually("it goes on and ends", || (state() == "equal").then_some(()));
+    first.eventually("it goes on and ends", || {
+        let comparison = &status(first, "shop")["comparison"];
+        assert_ne!(comparison["state"], "failed", "{comparison}");
+        (comparison["state"] == "equal").then_some(())
+    });
     let events = first.ok(&["events"]);
     assert!(events.contains("MirrorVerified"), "{events}");
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::stories::ask;
 use common::nbd::Nbd;
 use common::{Cluster, Place, eventually, free_port};
 
@@ -62,15 +63,6 @@ fn carry(mut from: TcpStream, mut to: TcpStream, delay_ms: &AtomicU64) {
     }
 }
 
-/// Metrics of a process, as a scraper reads them.
-pub fn metrics(address: &str) -> Option<String> {
-    let mut stream = TcpStream::connect(address).ok()?;
-    write!(stream, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).ok()?;
-    Some(answer)
-}
-
 #[test]
 fn a_replica_behind_a_slow_link_is_reported_while_it_is_slow() {
     let http = format!("127.0.0.1:{}", free_port());
@@ -119,7 +111,7 @@ fn a_replica_behind_a_slow_link_is_reported_while_it_is_slow() {
     assert!(cluster.ok(&["volume", "get", "db"]).contains("slow, writes take"));
     assert!(cluster.ok(&["volume", "list", "-o", "wide"]).contains("SLOW"));
     let line = "quoin_replica_slow{volume=\"db\",pool=\"p3\"} 1";
-    eventually("the metric names it", || metrics(&http)?.contains(line).then_some(()));
+    eventually("the metric names it", || ask(&http, "/metrics")?.contains(line).then_some(()));
 
     link.delay_ms.store(0, Ordering::Relaxed);
     cluster.wait_for_volume("db", "as fast as before", |volume| slow(volume).is_empty());

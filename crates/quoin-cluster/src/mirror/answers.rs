@@ -153,7 +153,9 @@ impl Brain {
     /// A volume is published where the group's record and the pools say Primary.
     fn publish(&self) -> Answer {
         match self.record.role {
-            Role::Off | Role::Orphan => Answer::Ok,
+            Role::Off => Answer::Ok,
+            // It is on its way to its last point, and a client's writes would be taken back with the rest.
+            Role::Orphan => Answer::Precondition(No::Orphan),
             Role::Primary if !self.pools_have_it() => Answer::NotYet,
             Role::Primary => Answer::Ok,
             Role::Demoting => Answer::NotYet,
@@ -213,9 +215,11 @@ impl Brain {
                 return (Answer::NotYet, None);
             }
             Role::Diverged => return (Answer::Aborted(No::Diverged), None),
-            Role::Orphan => {
+            // From there on it is an ordinary volume: nothing takes it back to its point.
+            Role::Orphan if self.is_settled() => {
                 return (Answer::Ok, Some(Record { role: Role::Off, ..record.clone() }));
             }
+            Role::Orphan => return (Answer::NotYet, None),
             Role::Secondary => {}
         }
         let point = self.whole_point();

@@ -373,6 +373,11 @@ impl Brain {
         self.record.members.iter().all(|member| seen(member).is_some_and(&is))
     }
 
+    /// Members of which there is a report.
+    pub(super) fn reported(&self) -> impl Iterator<Item = &Observed> {
+        self.record.members.iter().filter_map(|member| self.members.get(&member.volume))
+    }
+
     /// Points that every counted member holds, in the order of their cuts.
     pub(super) fn held(&self) -> Vec<PointId> {
         let Some(first) = self.counted().next().and_then(|volume| self.members.get(&volume)) else {

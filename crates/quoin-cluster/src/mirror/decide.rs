@@ -498,10 +498,7 @@ impl Brain {
 
     /// No member that reported takes slots, one that joins neither.
     fn are_stopped(&self) -> bool {
-        let members = self.record.members.iter();
-        members
-            .filter_map(|member| self.members.get(&member.volume))
-            .all(|seen| self.takes_no_slots(seen))
+        self.reported().all(|seen| self.takes_no_slots(seen))
     }
 
     fn promoting(&self, now: Now) -> Option<Record> {

@@ -1,5 +1,6 @@
 //! Orders to members, as the record has it. Everything is said again until it is seen to be done.
 
+use quoin_types::ids::PointId;
 use quoin_types::mutant;
 
 use super::brain::{Action, Brain, Order};
@@ -26,9 +27,8 @@ impl Brain {
                 Role::Promoting => self.go_back(seen, &mut orders),
                 Role::Resyncing => self.discard(seen, &mut orders),
                 Role::Orphan => {
-                    let complete = record.points.complete;
                     self.end_feed(seen, &mut orders);
-                    if let Some(point) = complete.filter(|_| seen.at != complete)
+                    if let Some(point) = self.unshown(seen)
                         && self.takes_no_slots(seen)
                     {
                         orders.push(Order::Revert(point));
@@ -44,9 +44,22 @@ impl Brain {
     }
 
     /// Returns true once no target of the member takes slots, and none that opens it later will: the end of its
-    /// order is what the next one is told.
+    /// order stands, and every target hears it.
     pub(super) fn takes_no_slots(&self, seen: &Observed) -> bool {
         seen.order.is_none() && seen.stamp >= self.stamp() || mutant::is("promoted-under-an-order")
+    }
+
+    /// The last complete point, where a member of an orphan holds it and shows something else.
+    fn unshown(&self, seen: &Observed) -> Option<PointId> {
+        let complete = self.record.points.complete;
+        complete.filter(|point| seen.holds(*point) && seen.at != complete)
+    }
+
+    /// Returns true once each member of an orphan that reported shows the last point, and takes no slots.
+    pub(super) fn is_settled(&self) -> bool {
+        let mut members = self.reported().peekable();
+        members.peek().is_some()
+            && members.all(|seen| self.takes_no_slots(seen) && self.unshown(seen).is_none())
     }
 
     fn end_feed(&self, seen: &Observed, orders: &mut Vec<Order>) {

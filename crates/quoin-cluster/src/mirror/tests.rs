@@ -505,3 +505,38 @@ fn a_forgotten_final_point_is_cut_again_also_where_the_other_side_has_not_follow
     assert_eq!(next.role, Role::Demoting);
     assert!(next.points.last.is_some());
 }
+
+#[test]
+fn an_orphan_is_promoted_once_it_shows_its_last_point_and_published_only_after_that() {
+    let points = Points { complete: Some(POINT), ..Points::default() };
+    let record = Record { role: Role::Orphan, points, ..copy() };
+    let transfer = Transfer { point: PointId(10), base: Some(POINT) };
+    let promoted = |order: Option<(Transfer, u128)>, at: Option<PointId>| {
+        let mut brain = Brain::new(now(0), record.clone(), 7);
+        let stamp = Stamp { term: record.term, version: 7 };
+        let member = Observed { order, at, stamp, ..*seen(1, &record, &[POINT]) };
+        let mut out = Vec::new();
+        brain.on(now(1), Event::Observed(VOLUME, Box::new(member)), &mut out);
+        let publish = brain.call(now(2), Call::Publish(VOLUME), &mut Vec::new());
+        assert_eq!(publish, Answer::Precondition(answers::No::Orphan));
+        let mut next = Vec::new();
+        let answer = brain.call(now(2), Call::Promote { force: false }, &mut next);
+        let has = |wanted: Order| {
+            let is_it = |a: &Action| matches!(a, Action::Member { order, .. } if *order == wanted);
+            out.iter().any(is_it)
+        };
+        (
+            answer,
+            stored(&next).map(|record| record.role),
+            has(Order::Stop),
+            has(Order::Revert(POINT)),
+        )
+    };
+    let order = Some((transfer, 4));
+    assert_eq!(promoted(order, None), (Answer::NotYet, None, true, false));
+    assert_eq!(promoted(None, None), (Answer::NotYet, None, false, true));
+    assert_eq!(promoted(None, Some(POINT)), (Answer::Ok, Some(Role::Off), false, false));
+    let mut unheard = Brain::new(now(0), record.clone(), 7);
+    let answer = unheard.call(now(2), Call::Promote { force: false }, &mut Vec::new());
+    assert_eq!(answer, Answer::NotYet, "nothing is known of its member yet");
+}

@@ -40,8 +40,10 @@ const WAITING_MAX: usize = 64;
 /// Time for an answer of the peer, and that without any progress after which a comparison ends.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(25);
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Pause before a question is put again.
+/// Pause before a question is put again, and before a look where nothing is compared: records that did not rule may
+/// name a comparison.
 const AGAIN: Duration = Duration::from_millis(300);
+const LOOK_EVERY: Duration = Duration::from_secs(5);
 /// Bytes and time after which the place is recorded.
 const RECORDED_BYTES: u64 = 256 << 20;
 const RECORDED_WITHIN: Duration = Duration::from_secs(5);
@@ -138,7 +140,8 @@ impl Mirrors {
                     None
                 });
             }
-            let _ = timeout(AGAIN, self.comparisons.news.notified()).await;
+            let pause = if tasks.is_empty() { LOOK_EVERY } else { AGAIN };
+            let _ = timeout(pause, self.comparisons.news.notified()).await;
         }
     }
 
@@ -178,7 +181,7 @@ impl Mirrors {
         }
         let Ok(PointId(id)) = told.id.parse() else { return };
         if let Some(answer) = self.answers().remove(&id) {
-            // Nobody may wait for it any more.
+            // The question may have been given up.
             let _ = answer.send(told);
         }
     }

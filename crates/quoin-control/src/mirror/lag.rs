@@ -1,6 +1,7 @@
 //! Lag of a mirror in bytes: what was written on the primary since the last common point, as its targets count it.
 //! A delta would carry that, and a failover in this moment would lose it. The copy's side is told of each count.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use quoin_api::control::{MirrorLag, peer_word};
@@ -26,32 +27,32 @@ const PAUSE_TIMES: u32 = 20;
 /// A count that a peer tells of is no older.
 const AGE_MAX: Duration = Duration::from_secs(3600);
 
-/// Groups as the counts of this life left them.
-#[derive(Default)]
-pub(super) struct Counts {
-    due: std::collections::HashMap<GroupId, Instant>,
-    told: std::collections::HashMap<GroupId, Instant>,
+/// Times of one group, as the counts of this life left them.
+#[derive(Clone, Copy, Default)]
+struct Counted {
+    /// The next count.
+    due: Option<Instant>,
+    told: Option<Instant>,
 }
 
 impl Mirrors {
     /// Counts, for ever.
     pub(crate) async fn keep_counting(&self) {
-        let mut counts = Counts::default();
+        let mut counts = HashMap::<GroupId, Counted>::new();
         loop {
             tokio::time::sleep(Duration::from_secs(1)).await;
             if self.state.check_ruling().is_err() || self.state.check_term().is_err() {
                 continue;
             }
+            counts.retain(|group, _| self.state.mirrored.group(*group).is_some());
             let all = self.state.mirrored.records.list();
-            counts.due.retain(|group, _| all.iter().any(|record| record.id.0 == *group));
-            counts.told.retain(|group, _| all.iter().any(|record| record.id.0 == *group));
             for record in all.iter().filter(|record| record.role() == Role::Primary) {
-                self.count(record, &mut counts).await;
+                self.count(record, counts.entry(record.id.0).or_default()).await;
             }
         }
     }
 
-    async fn count(&self, record: &MirrorRecord, counts: &mut Counts) {
+    async fn count(&self, record: &MirrorRecord, times: &mut Counted) {
         let group = record.id.0;
         let Some(figures) = self.state.mirrored.figures(group) else { return };
         let since = record.brain().points.common;
@@ -66,14 +67,14 @@ impl Mirrors {
                 LagBytes { since, bytes: 0, is_least: false, counted: figures.looked, told: None }
             }
             false => {
-                let is_due = counts.due.get(&group).is_none_or(|due| now >= *due);
+                let is_due = times.due.is_none_or(|due| now >= due);
                 if !is_due && known.is_some() {
                     return;
                 }
                 let until = now + COUNTED_WITHIN;
                 let lag = self.counted(record, until).await;
                 let pause = COUNTED_EVERY.max(now.elapsed() * PAUSE_TIMES);
-                counts.due.insert(group, Instant::now() + pause);
+                times.due = Some(Instant::now() + pause);
                 // Where no target answers now, as much as before at least: nothing takes it back.
                 let Some(lag) =
                     lag.ok().or(known.map(|known| LagBytes { is_least: true, ..known }))
@@ -84,12 +85,12 @@ impl Mirrors {
             }
         };
         let is_new = self.state.mirrored.note_lag(group, lag);
-        let is_told = counts.told.get(&group).is_some_and(|told| told.elapsed() < TOLD_EVERY);
+        let is_told = times.told.is_some_and(|told| told.elapsed() < TOLD_EVERY);
         if !is_new && is_told {
             return;
         }
         let Some(point) = since else { return };
-        counts.told.insert(group, Instant::now());
+        times.told = Some(Instant::now());
         let told = MirrorLag {
             point_id: point.to_string(),
             bytes: lag.bytes,

@@ -84,8 +84,7 @@ impl Mirrors {
                 Ok(())
             }
             Order::Stop => {
-                let (term, version) = (stamp.term, stamp.version);
-                self.order_feed(id, FeedOrder { term, version, ..FeedOrder::default() });
+                self.end_feed(id, stamp);
                 Ok(())
             }
             Order::Grow(blocks) => {
@@ -103,6 +102,11 @@ impl Mirrors {
             self.state.tell_target(volume);
             self.tell_mirrors();
         }
+    }
+
+    fn end_feed(&self, volume: VolumeId, stamp: Stamp) {
+        let Stamp { term, version } = stamp;
+        self.order_feed(volume, FeedOrder { term, version, ..FeedOrder::default() });
     }
 
     async fn fence(&self, volume: &VolumeRecord, number: u128) -> Result<(), Error> {
@@ -424,20 +428,14 @@ impl Mirrors {
                 leaving::release(&self.state, group, id).await?;
                 continue;
             }
-            let stopped = self.state.mirrored.feed(id).filter(|order| order.token.is_empty());
-            let stamp = match stopped {
-                Some(order) if order.term == brain.term => {
-                    Stamp { term: order.term, version: order.version }
-                }
-                _ => {
-                    let (term, version) = (brain.term, record.version);
-                    self.order_feed(id, FeedOrder { term, version, ..FeedOrder::default() });
-                    Stamp { term, version }
-                }
-            };
+            let order = self.state.mirrored.feed(id).filter(|order| order.token.is_empty());
+            let ended = order.map(|order| Stamp { term: order.term, version: order.version });
+            let now = Stamp { term: brain.term, version: record.version };
+            // Told once: the record goes on, and with it the stamp.
+            let stamp = ended.filter(|ended| ended.term == now.term).unwrap_or(now);
+            self.end_feed(id, stamp);
             let seen = observe::observe(&self.state, group, volume, (0, stamp));
-            let takes_slots = seen.order.is_some() || seen.stamp < stamp;
-            if takes_slots && volume.attachments.is_empty() {
+            if seen.order.is_some() || seen.stamp < stamp {
                 continue;
             }
             let message = match seen.points.last() {

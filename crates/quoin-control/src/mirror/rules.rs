@@ -39,7 +39,11 @@ pub(crate) fn check_publish(state: &State, volume: &VolumeRecord) -> Result<(), 
              shows it, once the other cluster was heard; `quoin mirror promote --force` makes it \
              primary here"
         ))),
-        Some(Role::Off | Role::Orphan) => Ok(()),
+        Some(Role::Off) => Ok(()),
+        Some(Role::Orphan) => Err(Error::Precondition(format!(
+            "volume {name:?} is a copy whose mirror was ended: promote it first (`quoin mirror promote`), \
+             or clone it"
+        ))),
         Some(Role::Primary) if !mirror.is_primary || !pools_keep(state, volume) => {
             busy("its pools have not heard yet that it is primary here")
         }
@@ -61,8 +65,8 @@ pub(crate) fn check_change(state: &State, volume: &VolumeRecord) -> Result<(), E
     }
 }
 
-/// The snapshot that a clone of a copy is made from: its last complete point, as its live view is on its way
-/// to the next one. `None`: it is no copy.
+/// The snapshot that a clone of a copy or an orphan is made from: its last complete point, as its live view may be on
+/// its way to the next one, or back from there. `None`: it is neither.
 ///
 /// # Errors
 /// No point of it is complete.
@@ -70,7 +74,8 @@ pub(crate) fn shown_point(
     state: &State,
     volume: &VolumeRecord,
 ) -> Result<Option<Arc<SnapshotRecord>>, Error> {
-    let Some(record) = state.mirrored.of(volume).filter(|record| record.role().is_copy()) else {
+    let is_copy = |role: Role| role.is_copy() || role == Role::Orphan;
+    let Some(record) = state.mirrored.of(volume).filter(|record| is_copy(record.role())) else {
         return Ok(None);
     };
     let points = &record.brain().points;

@@ -19,6 +19,7 @@ use crate::reconcile::dying::DyingPools;
 use crate::reconcile::heal::{Healer, in_sync, rebuildable, without};
 use crate::state::State;
 use crate::state::events::{Object, Severity};
+use crate::state::observed::Observed;
 use crate::status::VolumeStatus;
 use crate::time::now_ms;
 use crate::volume::placement::Candidate;
@@ -153,10 +154,8 @@ impl Cordons {
     pub fn status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
         object(&self.state, scope)?;
         let pools = pools_of(&self.state, scope);
-        let mut state = standing(&self.state, std::slice::from_ref(scope), || pools.clone());
-        if state == "draining" && has_left(&self.state, &pools) {
-            state = "drained";
-        }
+        let scopes = std::slice::from_ref(scope);
+        let state = standing(&self.state, &self.state.observed(), scopes, || pools.clone());
         let mut replicas = Vec::new();
         for volume in self.state.volumes_of_pools(&pools) {
             let status = crate::status::of(&self.state, &volume);
@@ -290,32 +289,26 @@ fn pools_of(state: &State, scope: &Scope) -> HashSet<String> {
     }
 }
 
-fn is_empty(state: &State, pools: &HashSet<String>) -> bool {
-    state.volumes.index(|index| pools.iter().all(|pool| index.of_pool(pool).is_none()))
-}
-
-/// Returns true if no volume has a replica in these pools any more, and those that are to clear former
-/// ones away are gone themselves: they would be waited for without end.
-fn has_left(state: &State, pools: &HashSet<String>) -> bool {
-    let is_of_it = |volume: &Arc<VolumeRecord>| {
-        volume.replicas.iter().any(|replica| pools.contains(&replica.pool))
-    };
-    if state.volumes_of_pools(pools).iter().any(is_of_it) {
-        return false;
-    }
-    let observed = state.observed();
+/// Returns true if these pools hold no replica any more. Former ones stay on the disk of a pool that is gone: no
+/// process can clear them away, and they are not waited for.
+fn is_emptied(state: &State, observed: &Observed, pools: &HashSet<String>) -> bool {
     let after = state.settings.offline_after;
-    let is_done = |pool: &String| {
-        state.volumes.index(|index| index.of_pool(pool).is_none())
-            || observed.heard_pool(pool, after).is_none()
-    };
-    pools.iter().all(is_done)
+    pools.iter().all(|pool| {
+        let has_none = state.volumes.index(|index| index.of_pool(pool).is_none());
+        let has_left = || {
+            let volumes = state.volumes_of_pool(pool);
+            let mut replicas = volumes.iter().flat_map(|volume| &volume.replicas);
+            !replicas.any(|replica| replica.pool == *pool)
+        };
+        has_none || observed.heard_pool(pool, after).is_none() && has_left()
+    })
 }
 
 /// Returns "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
 /// `pools`: pools that a drain is to empty.
 fn standing(
     state: &State,
+    observed: &Observed,
     scopes: &[Scope],
     pools: impl FnOnce() -> HashSet<String>,
 ) -> &'static str {
@@ -325,7 +318,7 @@ fn standing(
         ""
     } else if !cordons.iter().any(|cordon| cordon.drain) {
         "cordoned"
-    } else if is_empty(state, &pools()) {
+    } else if is_emptied(state, observed, &pools()) {
         "drained"
     } else {
         "draining"
@@ -333,14 +326,14 @@ fn standing(
 }
 
 /// State of a pool by its own cordon and its node's.
-pub(crate) fn of_pool(state: &State, pool: &PoolRecord) -> &'static str {
+pub(crate) fn of_pool(state: &State, observed: &Observed, pool: &PoolRecord) -> &'static str {
     let scopes = [Scope::Pool(pool.name.clone()), Scope::Node(pool.node.clone())];
-    standing(state, &scopes, || HashSet::from([pool.name.clone()]))
+    standing(state, observed, &scopes, || HashSet::from([pool.name.clone()]))
 }
 
-pub(crate) fn of_node(state: &State, node: &str) -> &'static str {
+pub(crate) fn of_node(state: &State, observed: &Observed, node: &str) -> &'static str {
     let scope = Scope::Node(node.to_owned());
-    standing(state, std::slice::from_ref(&scope), || pools_of(state, &scope))
+    standing(state, observed, std::slice::from_ref(&scope), || pools_of(state, &scope))
 }
 
 /// Pools whose replicas are to move away.
@@ -355,7 +348,7 @@ pub(crate) async fn tell_drained(state: &State) -> Result<(), Error> {
     for cordon in state.cordons.list() {
         let scope = Scope::from(&*cordon);
         let pools = pools_of(state, &scope);
-        let is_done = || is_empty(state, &pools) || has_left(state, &pools);
+        let is_done = || is_emptied(state, &state.observed(), &pools);
         if cordon.told || !cordon.drain || !is_done() {
             continue;
         }

@@ -292,9 +292,11 @@ impl Tender {
         let nodes = state.nodes.list();
         let usable = nodes.iter().map(|node| node.name.clone()).filter(|node| {
             // Another one than now, if it is there but does not open it.
-            volume.opened.owner.as_ref() != Some(node)
-                && crate::reconcile::cordon::of_node(state, node).is_empty()
-                && state.observed().node_online(node, state.settings.offline_after)
+            volume.opened.owner.as_ref() != Some(node) && {
+                let observed = state.observed();
+                crate::reconcile::cordon::of_node(state, &observed, node).is_empty()
+                    && observed.node_online(node, state.settings.offline_after)
+            }
         });
         let load = |node: &String| state.volumes.index(|index| index.owned(node));
         let best = usable.min_by_key(|node| (!hosts.contains(node), load(node), node.clone()));

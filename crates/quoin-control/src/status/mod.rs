@@ -561,7 +561,7 @@ impl Status {
                 dying: dying.clone(),
                 topology: crate::volume::topology::of_pool(&self.state, pool).into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
-                cordon: crate::reconcile::cordon::of_pool(&self.state, pool).to_owned(),
+                cordon: crate::reconcile::cordon::of_pool(&self.state, &observed, pool).to_owned(),
             }
         };
         listed.iter().map(|pool| message(pool)).collect()
@@ -586,7 +586,8 @@ impl Status {
             topology: topology_of_node(node).into_iter().collect(),
             volumes_max: node.volumes_max,
             version: node.version.clone(),
-            cordon: crate::reconcile::cordon::of_node(&self.state, &node.name).to_owned(),
+            cordon: crate::reconcile::cordon::of_node(&self.state, &observed, &node.name)
+                .to_owned(),
             manages_volumes: self.admission.manages_volumes(&node.name),
         };
         self.state.nodes.list().iter().map(|node| message(node)).collect()

@@ -501,7 +501,7 @@ pub(crate) fn candidates(state: &State) -> Vec<Candidate> {
     let after = state.settings.offline_after;
     let candidate = |pool: &Arc<PoolRecord>| {
         let seen = observed.pools.get(&pool.name);
-        let cordon = crate::reconcile::cordon::of_pool(state, pool);
+        let cordon = crate::reconcile::cordon::of_pool(state, &observed, pool);
         let unusable = match (seen, observed.online_pool(&pool.name, after)) {
             _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
             (_, Some(_)) => cordon.to_owned(),

@@ -88,7 +88,7 @@ async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tell
         .unwrap();
 }
 
-/// Former replicas stay on the disk of a host that is lost, and nobody can clear them away.
+/// Former replicas stay on the disk of a host that is lost, where no process can clear them away.
 #[tokio::test]
 async fn a_drain_of_a_pool_that_is_gone_ends_once_no_volume_has_a_replica_there() {
     let mut cluster = Cluster::of(4).await;
@@ -102,6 +102,9 @@ async fn a_drain_of_a_pool_that_is_gone_ends_once_no_volume_has_a_replica_there(
     assert!(cluster.volume("db").replicas.iter().all(|replica| replica.pool != from));
     assert_eq!(cluster.controller.work.cordons.status(&pool(&from)).unwrap().state, "drained");
     assert!(cluster.reasons().contains(&"Drained".to_owned()));
+    let listed = cluster.controller.status.pools();
+    let listed = listed.iter().find(|pool| pool.name == from).unwrap();
+    assert_eq!(listed.cordon, "drained", "the list says so too");
 }
 
 #[tokio::test]

@@ -207,6 +207,9 @@ async fn a_volume_says_what_is_wrong_with_its_mirror() {
     assert_eq!(orphan.reason, "MirrorOrphan");
     assert!(orphan.message.contains("west"), "{}", orphan.message);
     assert!(orphan.way_out.contains("`quoin mirror promote left`"), "{}", orphan.way_out);
+    // It may be on its way back to its last point, and a client's writes would go with the rest.
+    let refused = cluster.attach("left", "n1").await.unwrap_err();
+    assert!(refused.to_string().contains("promote it first"), "{refused}");
 }
 
 #[tokio::test]

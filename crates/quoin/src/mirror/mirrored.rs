@@ -124,30 +124,50 @@ pub async fn enable(
     })
 }
 
-/// A copy that is to get everything once, as it was seen last.
-struct Copying {
+/// Aim of a command that waits.
+#[derive(Clone, Copy)]
+enum Goal {
+    /// The copy has everything once.
+    Copy,
+    /// The other side stepped down, and this one has the role.
+    TakeOver,
+}
+
+/// A mirror that a command waits for, as it was seen last.
+struct Awaited {
+    goal: Goal,
     mirror: Mirror,
     done_bytes: u64,
     total_bytes: u64,
 }
 
-impl Copying {
-    fn of(mirror: Mirror) -> Self {
+impl Awaited {
+    fn of(goal: Goal, mirror: Mirror) -> Self {
         let transfer = mirror.transfer.clone().unwrap_or_default();
-        Self { mirror, done_bytes: transfer.done_bytes, total_bytes: transfer.total_bytes }
+        Self { goal, mirror, done_bytes: transfer.done_bytes, total_bytes: transfer.total_bytes }
+    }
+
+    fn bytes(&self) -> String {
+        format!("{} of {}", show_size(self.done_bytes), show_size(self.total_bytes))
     }
 }
 
-impl UnderWay for Copying {
+impl UnderWay for Awaited {
     fn is_done(&self) -> bool {
         let mirror = &self.mirror;
-        mirror.synced_at.is_some() && mirror.members.iter().all(|member| member.has_base)
+        match self.goal {
+            Goal::Copy => {
+                mirror.synced_at.is_some() && mirror.members.iter().all(|member| member.has_base)
+            }
+            // The last step is the promotion of this side, or the other one ended it.
+            Goal::TakeOver => !mirror.takes_over && mirror.role != "promoting",
+        }
     }
 
     fn state_text(&self) -> String {
-        let Mirror { role, message, members, .. } = &self.mirror;
+        let Mirror { role, peer_role, message, members, .. } = &self.mirror;
         let waits: Vec<_> = members.iter().map(|member| &member.waiting_for).collect();
-        format!("{role} {message} {waits:?} {}", self.done_bytes)
+        format!("{role} {peer_role} {message} {waits:?} {}", self.done_bytes)
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
@@ -160,16 +180,24 @@ impl UnderWay for Copying {
     }
 
     fn progress(&self, pace: &str) -> String {
-        let mirror = &self.mirror;
-        let waits = mirror.members.iter().find(|member| !member.waiting_for.is_empty());
-        match waits {
-            _ if !mirror.message.is_empty() => format!("waits: {}", mirror.message),
-            Some(member) => format!("volume {} waits for {}", member.name, member.waiting_for),
-            None if self.total_bytes == 0 => "waits for its first point".to_owned(),
-            None => {
-                let (done, total) = (show_size(self.done_bytes), show_size(self.total_bytes));
-                format!("sent: {done} of {total}{pace}")
+        let Mirror { peer, role, peer_role, message, members, .. } = &self.mirror;
+        let waits = members.iter().find(|member| !member.waiting_for.is_empty());
+        let has_transfer = self.total_bytes > 0;
+        match (self.goal, waits) {
+            _ if !message.is_empty() => format!("waits: {message}"),
+            (Goal::TakeOver, _) if role == "promoting" => {
+                "the final point is here, and this side is promoted".to_owned()
             }
+            (_, Some(member)) => format!("volume {} waits for {}", member.name, member.waiting_for),
+            (Goal::Copy, None) if has_transfer => format!("sent: {}{pace}", self.bytes()),
+            (Goal::Copy, None) => "waits for its first point".to_owned(),
+            (Goal::TakeOver, None) if has_transfer => {
+                format!("a point of {peer} comes: it is at {}{pace}", self.bytes())
+            }
+            (Goal::TakeOver, None) if peer_role == "primary" => {
+                format!("waits for {peer} to step down, which it is asked to")
+            }
+            (Goal::TakeOver, None) => format!("{peer} stepped down; waits for its final point"),
         }
     }
 }
@@ -180,8 +208,9 @@ async fn wait_for_copy(
     client: &ClientOptions,
 ) -> Result<Mirror> {
     let group = first.group_id.clone();
-    let poll = async || get(cluster, &group).await.map(Copying::of);
-    Ok(pace::follow(Copying::of(first), client, poll).await?.mirror)
+    let awaited = |mirror| Awaited::of(Goal::Copy, mirror);
+    let poll = async || get(cluster, &group).await.map(awaited);
+    Ok(pace::follow(awaited(first), client, poll).await?.mirror)
 }
 
 async fn get(cluster: &mut Cluster, of: &str) -> Result<Mirror> {
@@ -283,8 +312,9 @@ async fn promoted(
         let passes = matches!(status.code(), Code::Aborted | Code::Unavailable);
         let seen = if passes { get(cluster, &of).await? } else { return Err(refusal(status)) };
         if seen.takes_over {
-            let poll = async || get(cluster, &of).await.map(TakeOver::of);
-            pace::follow(TakeOver::of(seen), client, poll).await?;
+            let awaited = |mirror| Awaited::of(Goal::TakeOver, mirror);
+            let poll = async || get(cluster, &of).await.map(awaited);
+            pace::follow(awaited(seen), client, poll).await?;
             // The role is there, or the answer says why it is not.
             let unforced = CallMirrorRequest { force: false, ..request.clone() };
             return call(unforced, cluster, client).await;
@@ -293,61 +323,6 @@ async fn promoted(
             return call(request.clone(), cluster, client).await;
         }
         tokio::time::sleep(AGAIN).await;
-    }
-}
-
-/// A primary on the other side that is asked to step down, as it was seen last.
-struct TakeOver {
-    mirror: Mirror,
-    done_bytes: u64,
-    total_bytes: u64,
-}
-
-impl TakeOver {
-    fn of(mirror: Mirror) -> Self {
-        let transfer = mirror.transfer.clone().unwrap_or_default();
-        Self { mirror, done_bytes: transfer.done_bytes, total_bytes: transfer.total_bytes }
-    }
-}
-
-impl UnderWay for TakeOver {
-    fn is_done(&self) -> bool {
-        // The last step is the promotion of this side, or the other one ended it.
-        !self.mirror.takes_over && self.mirror.role != "promoting"
-    }
-
-    fn state_text(&self) -> String {
-        let Mirror { role, peer_role, message, .. } = &self.mirror;
-        format!("{role} {peer_role} {message} {}", self.done_bytes)
-    }
-
-    fn parts(&mut self) -> Vec<Part<'_>> {
-        let (done_bytes, total_bytes) = (&mut self.done_bytes, &mut self.total_bytes);
-        vec![Part { name: self.mirror.name.clone(), done_bytes, total_bytes }]
-    }
-
-    fn left_bytes(&self) -> u64 {
-        self.total_bytes.saturating_sub(self.done_bytes)
-    }
-
-    fn progress(&self, pace: &str) -> String {
-        let Mirror { peer, role, peer_role, message, members, .. } = &self.mirror;
-        let waits = members.iter().find(|member| !member.waiting_for.is_empty());
-        let (done, total) = (show_size(self.done_bytes), show_size(self.total_bytes));
-        match (role.as_str(), peer_role.as_str(), waits) {
-            _ if !message.is_empty() => format!("waits: {message}"),
-            ("promoting", ..) => "the final point is here, and this side is promoted".to_owned(),
-            (_, _, Some(member)) => {
-                format!("volume {} waits for {}", member.name, member.waiting_for)
-            }
-            (_, "primary", None) if self.total_bytes == 0 => {
-                format!("waits for {peer} to step down, which it is asked to")
-            }
-            _ if self.total_bytes > 0 => {
-                format!("a point of {peer} comes: it is at {done} of {total}{pace}")
-            }
-            _ => format!("{peer} stepped down; waits for its final point"),
-        }
     }
 }
 

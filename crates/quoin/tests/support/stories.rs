@@ -28,18 +28,21 @@ pub fn healing(name: &str, pools: &str, after: &str) -> (Scratch, Dev) {
 }
 
 pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
-    // One object a line.
     let events = dev.ok(&["events", "-o", "json"]);
     let events: Vec<Value> = serde_json::from_str(&events).unwrap();
     let reported = events.iter().filter(|e| e["reason"] == reason);
     reported.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
 }
 
+/// Settings of a cluster of `quoin dev`: its ports, among others.
+pub fn settings(dev: &Dev) -> Value {
+    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
+    serde_json::from_slice(&settings).unwrap()
+}
+
 /// Returns the target's own answer under a path, whether or not a controller answers.
 pub fn ask_target(dev: &Dev, path: &str) -> Option<String> {
-    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
-    let settings: Value = serde_json::from_slice(&settings).unwrap();
-    ask(settings["target_http"].as_str()?, path)
+    ask(settings(dev)["target_http"].as_str()?, path)
 }
 
 /// Returns a process's answer under a path of its own HTTP address.

@@ -23,6 +23,7 @@ mod members;
 mod memory;
 mod mirrors;
 mod operators;
+mod person;
 mod points;
 mod pool_rounds;
 mod pools;

@@ -35,7 +35,7 @@ const TOLD_EVERY: Duration = Duration::from_secs(1);
 pub struct FeedOrder {
     /// The transfer and its token.
     pub takes: Option<(Transfer, u128)>,
-    /// Block at which the transfer goes on.
+    /// Block at which the transfer resumes.
     pub from_block: u64,
     /// Place in time: an order with a lower one than the last is late.
     pub stamp: Stamp,
@@ -84,7 +84,7 @@ pub struct Feeding<T> {
     /// Highest stamp of an order that came.
     seen: Stamp,
     is_read_only: bool,
-    /// Number of the last stream, and whether it goes on.
+    /// Number of the last stream, and whether it is open.
     stream: u64,
     is_open: bool,
     window: Window<T>,

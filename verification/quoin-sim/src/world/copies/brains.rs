@@ -18,6 +18,7 @@ use super::{COPY, Copies, CopyEvent, SOURCE};
 use crate::random::Random;
 use crate::schedule::{Instant, MILLISECOND, SECOND};
 use crate::world::copying::Told;
+use crate::world::person::{self, Person};
 
 const GROUP: GroupId = GroupId(1);
 const MEMBER: VolumeId = VolumeId(1);
@@ -158,6 +159,16 @@ impl Brains {
             is_frozen: false,
             person_at: 0,
         }
+    }
+}
+
+impl Person for Copies {
+    fn asks(&mut self, side: usize, call: Call) -> Option<Answer> {
+        self.call(side, call)
+    }
+
+    fn picks(&mut self) -> usize {
+        self.random.index(2)
     }
 }
 
@@ -709,56 +720,6 @@ impl Copies {
         self.schedule.at(due, CopyEvent::Fault);
     }
 
-    /// After the last fault a person decides what no rule decides.
-    fn person(&mut self) {
-        let records = [self.stored(SOURCE), self.stored(COPY)];
-        let roles = [records[0].role, records[1].role];
-        let tops = [records[0].chain.top().generation, records[1].chain.top().generation];
-        match roles {
-            [Role::Primary, Role::Primary] => {
-                let older = usize::from(tops[1] < tops[0]);
-                self.call(older, Call::Demote { force: true });
-            }
-            [Role::Diverged, Role::Diverged] => {
-                let newer = usize::from(tops[1] > tops[0]);
-                if self.call(newer, Call::AcceptDiverged) == Some(Answer::NotYet) {
-                    self.call(1 - newer, Call::Resync { force: true });
-                }
-            }
-            [Role::Diverged, other] | [other, Role::Diverged] => {
-                let diverged = usize::from(roles[1] == Role::Diverged);
-                if other == Role::Primary {
-                    self.call(diverged, Call::Resync { force: true });
-                } else if matches!(other, Role::Secondary | Role::Resyncing) {
-                    let answer = self.call(diverged, Call::AcceptDiverged);
-                    // A side without a final point cannot be taken for the truth.
-                    if answer == Some(Answer::NotYet) && records[diverged].points.last.is_none() {
-                        self.call(1 - diverged, Call::Promote { force: true });
-                    }
-                }
-            }
-            [Role::Secondary, Role::Resyncing] => {
-                self.call(0, Call::Promote { force: true });
-            }
-            [Role::Resyncing, Role::Secondary] => {
-                self.call(1, Call::Promote { force: true });
-            }
-            [Role::Secondary, Role::Secondary] => {
-                let to = self.random.index(2);
-                self.call(to, Call::Promote { force: false });
-            }
-            [Role::Primary, Role::Secondary] | [Role::Secondary, Role::Primary] => {
-                let primary = usize::from(roles[1] == Role::Primary);
-                let other = &records[1 - primary].chain;
-                // The other side was promoted with force since, and demoted: nobody follows this one.
-                if other.has(tops[primary]) && !records[primary].chain.has(tops[1 - primary]) {
-                    self.call(primary, Call::Demote { force: true });
-                }
-            }
-            _ => {}
-        }
-    }
-
     /// Clients rest once one side is primary and the other one follows it; the run ends once that has all.
     fn come_to_an_end(&mut self) {
         let now = self.now();
@@ -774,7 +735,8 @@ impl Copies {
                     self.plan_start(side);
                 }
             }
-            self.person();
+            let records = [self.stored(SOURCE), self.stored(COPY)];
+            person::decide(self, &records);
         }
         let records = [self.stored(SOURCE), self.stored(COPY)];
         let Some(primary) = records.iter().position(|record| record.role == Role::Primary) else {

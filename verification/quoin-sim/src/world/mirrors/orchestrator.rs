@@ -6,6 +6,7 @@ use quoin_types::ids::VolumeId;
 
 use super::{MirrorEvent, Mirrors};
 use crate::schedule::SECOND;
+use crate::world::person::{self, Person};
 
 /// Goal of a manager, who asks for it again and again.
 #[derive(Clone, Copy, Debug, Default)]
@@ -13,6 +14,16 @@ pub(super) struct Orchestrator {
     /// The side that is to be primary, and whether with force.
     goal: Option<(usize, bool)>,
     tries: u64,
+}
+
+impl Person for Mirrors {
+    fn asks(&mut self, side: usize, call: Call) -> Option<Answer> {
+        self.call(side, call)
+    }
+
+    fn picks(&mut self) -> usize {
+        self.random.index(2)
+    }
 }
 
 impl Mirrors {
@@ -59,7 +70,8 @@ impl Mirrors {
             self.check_sync_time(side);
         }
         if self.is_calm {
-            self.person();
+            let records = [self.sides[0].stored(), self.sides[1].stored()];
+            person::decide(self, &records);
             self.schedule.after(3 * SECOND, MirrorEvent::Orchestrate);
             return;
         }
@@ -119,56 +131,6 @@ impl Mirrors {
                 [Call::Disable, Call::Delete(volume), Call::RemoveMembers, Call::DeleteGroup];
             let call = *self.random.pick(&calls);
             self.call(side, call);
-        }
-    }
-
-    /// After the last fault a person decides what no rule decides.
-    fn person(&mut self) {
-        let records = [self.sides[0].stored(), self.sides[1].stored()];
-        let roles = [records[0].role, records[1].role];
-        let tops = [records[0].chain.top().generation, records[1].chain.top().generation];
-        match roles {
-            [Role::Primary, Role::Primary] => {
-                let older = usize::from(tops[1] < tops[0]);
-                self.call(older, Call::Demote { force: true });
-            }
-            [Role::Diverged, Role::Diverged] => {
-                let newer = usize::from(tops[1] > tops[0]);
-                if self.call(newer, Call::AcceptDiverged) == Some(Answer::NotYet) {
-                    self.call(1 - newer, Call::Resync { force: true });
-                }
-            }
-            [Role::Diverged, other] | [other, Role::Diverged] => {
-                let diverged = usize::from(roles[1] == Role::Diverged);
-                if other == Role::Primary {
-                    self.call(diverged, Call::Resync { force: true });
-                } else if matches!(other, Role::Secondary | Role::Resyncing) {
-                    let answer = self.call(diverged, Call::AcceptDiverged);
-                    // A side without a final point cannot be taken for the truth.
-                    if answer == Some(Answer::NotYet) && records[diverged].points.last.is_none() {
-                        self.call(1 - diverged, Call::Promote { force: true });
-                    }
-                }
-            }
-            [Role::Secondary, Role::Resyncing] => {
-                self.call(0, Call::Promote { force: true });
-            }
-            [Role::Resyncing, Role::Secondary] => {
-                self.call(1, Call::Promote { force: true });
-            }
-            [Role::Secondary, Role::Secondary] => {
-                let to = self.random.index(2);
-                self.call(to, Call::Promote { force: false });
-            }
-            [Role::Primary, Role::Secondary] | [Role::Secondary, Role::Primary] => {
-                let primary = usize::from(roles[1] == Role::Primary);
-                let other = &records[1 - primary].chain;
-                // The other side was promoted with force since, and demoted: nobody follows this one.
-                if other.has(tops[primary]) && !records[primary].chain.has(tops[1 - primary]) {
-                    self.call(primary, Call::Demote { force: true });
-                }
-            }
-            _ => {}
         }
     }
 
