@@ -12,6 +12,7 @@ use quoin_nbd::client::Client;
 
 use crate::common::dev::Dev;
 use crate::common::{Scratch, User, signal};
+use crate::mirrors;
 use crate::pages::{Shown, commands, run};
 use crate::support::block;
 
@@ -20,7 +21,9 @@ const FLAGS: [&str; 6] = ["--peer", "--no-attach", "--pools", "1", "--pool-size"
 const BUDGET: Duration = Duration::from_secs(150);
 const LOST: [&str; 3] = ["controller", "target", "mirror"];
 /// Words of commands that change nothing.
-const ASKING: [&str; 4] = ["status", "points", "peers", "list"];
+const ASKING: [&str; 5] = ["status", "points", "peers", "list", "recover"];
+/// Name of a group on the page whose name is lost: a part of its id.
+const NAMELESS: &str = "group-2e647a6d";
 
 struct Site {
     dev: Dev,
@@ -74,25 +77,53 @@ impl Site {
                 LOST.iter().for_each(|name| std::fs::remove_file(hold(name)).unwrap());
                 self.clients.clear();
             }
+            "second is lost" => {
+                LOST.iter().for_each(|name| mirrors::hold(&self.peer(), name, true));
+            }
+            "second loses its records" => {
+                let state = self.peer().join("controller");
+                mirrors::hold(&self.peer(), "controller", true);
+                std::fs::remove_file(state.join("records.redb")).unwrap();
+                let state = state.to_str().unwrap();
+                self.second.ok(&["controller", "init", "--state", state, "--records-lost"]);
+                mirrors::hold(&self.peer(), "controller", false);
+            }
             other => panic!("the page says {other:?}, which nobody does"),
         }
     }
 
+    fn peer(&self) -> PathBuf {
+        self.dev.directory.join("peer")
+    }
+
     /// Values of this run in place of those that the page shows.
     fn filled(&self, shown: &Shown, token: &str) -> Shown {
-        let settings = self.dev.directory.join("peer/dev.json");
-        let settings: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(settings).unwrap()).unwrap();
-        let address = settings["controller"]["listen"].as_str().unwrap().to_owned();
-        let mut command = shown.command.replace("control.second.example:7400", &address);
-        command = command.replace("quoin-pair-1.…", token);
+        let mut command = shown.command.replace("quoin-pair-1.…", token);
+        for (name, directory) in [("first", &self.dev.directory), ("second", &self.peer())] {
+            let settings = std::fs::read(directory.join("dev.json")).unwrap();
+            let settings: serde_json::Value = serde_json::from_slice(&settings).unwrap();
+            let address = settings["controller"]["listen"].as_str().unwrap();
+            command = command.replace(&format!("control.{name}.example:7400"), address);
+        }
+        let mut prints = shown.prints.clone();
+        if command.contains(NAMELESS) {
+            // The controller of the first cluster may be away.
+            let status = self.second.json(&["mirror", "status"]);
+            let name = status[0]["name"].as_str().unwrap().to_owned();
+            command = command.replace(NAMELESS, &name);
+            prints.iter_mut().for_each(|line| *line = line.replace(NAMELESS, &name));
+            if let Some(at) = command.find("--at ") {
+                let points = self.second.json(&["mirror", "points", &name]);
+                command.replace_range(at + 5.., points[0]["id"].as_str().unwrap());
+            }
+        }
         if let Some(at) = command.find("lost-") {
             let lost =
                 self.dev.json(&["mirror", "status", "shop"])["lost"].as_str().unwrap().to_owned();
             let kept = lost.split(", ").next().unwrap();
             command.replace_range(at.., kept);
         }
-        Shown { command, prints: shown.prints.clone(), ..*shown }
+        Shown { command, prints, ..*shown }
     }
 
     fn follow(&self, prompt: &str, shown: &Shown) -> Result<String, String> {
@@ -137,7 +168,7 @@ fn the_runbook_is_followed_command_by_command_on_two_clusters_of_which_one_is_lo
     let shown = commands(&page, &["first$ ", "second$ "]);
     for verb in [
         "enable", "status", "points", "peers", "promote", "demote", "resync", "pause", "resume",
-        "disable", "unpair", "invite", "pair",
+        "disable", "unpair", "invite", "pair", "verify",
     ] {
         let named = format!("quoin mirror {verb}");
         assert!(shown.iter().any(|shown| shown.command.contains(&named)), "{named} is not run");

@@ -56,7 +56,7 @@ impl Two {
 }
 
 /// Ends a process of the cluster in this directory, or lets it start again.
-fn hold(directory: &Path, process: &str, is_held: bool) {
+pub fn hold(directory: &Path, process: &str, is_held: bool) {
     let hold = directory.join(format!("run/hold-{process}"));
     if !is_held {
         return std::fs::remove_file(hold).unwrap();

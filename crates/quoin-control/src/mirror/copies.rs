@@ -259,15 +259,9 @@ impl Mirrors {
 
     /// The group of the same name here, which has the copies.
     async fn record_group(&self, id: GroupId, name: &str, brain: &Brain) -> Result<(), Error> {
-        let taken = self.state.mirrored.groups.indexed(|index| index.named(name));
-        let is_taken = taken.iter().any(|group| group.id.0 != id);
-        let name = match is_taken {
-            true => format!("{name}-{}", &id.to_string()[..8]),
-            false => name.to_owned(),
-        };
         let group = VolumeGroupRecord {
             id: Text(id),
-            group_name: name,
+            group_name: self.free_name(id, name),
             members: brain.members.iter().map(|member| Text(member.volume)).collect(),
             created_ms: now_ms(),
         };
@@ -275,7 +269,16 @@ impl Mirrors {
         self.state.mirrored.groups.create(group).await.map(drop)
     }
 
-    /// Members that joined, and settings that were changed there.
+    /// The name that the peer's group has, or one like it where that one is taken here.
+    fn free_name(&self, id: GroupId, name: &str) -> String {
+        let taken = self.state.mirrored.groups.indexed(|index| index.named(name));
+        match taken.iter().any(|group| group.id.0 != id) {
+            true => format!("{name}-{}", &id.to_string()[..8]),
+            false => name.to_owned(),
+        }
+    }
+
+    /// Members that joined, and settings that were changed there. A name that a recovery gave goes: the pools keep none.
     async fn join(
         &self,
         known: &MirrorRecord,
@@ -288,12 +291,17 @@ impl Mirrors {
         let settings = settings(&said)?;
         let members: Vec<Text<VolumeId>> =
             theirs.members.iter().map(|member| Text(member.volume)).collect();
+        crate::volume::spec::check_name(&said.name)?;
+        let is_nameless = known.group_name == super::recovery::name_of(known.id.0);
+        let name = is_nameless.then(|| self.free_name(known.id.0, &said.name));
         let change = |group: &mut VolumeGroupRecord| {
             group.members.clone_from(&members);
+            group.group_name = name.clone().unwrap_or_else(|| group.group_name.clone());
             Ok(())
         };
         self.state.mirrored.groups.update(&known.name(), change).await?;
         let change = |record: &mut MirrorRecord| {
+            record.group_name = name.clone().unwrap_or_else(|| record.group_name.clone());
             record.settings =
                 MirrorSettings { is_paused: record.settings.is_paused, ..settings.clone() };
             Ok(())

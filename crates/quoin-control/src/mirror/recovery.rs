@@ -54,6 +54,11 @@ fn newest(members: &[Arc<VolumeRecord>]) -> Option<Keepsake> {
     kept.map(VolumeMirror::keepsake).max_by_key(rank)
 }
 
+/// Name of a group until its peer tells the one that it had: pools keep none.
+pub(super) fn name_of(group: GroupId) -> String {
+    format!("group-{}", &group.to_string()[..8])
+}
+
 /// The mirror of volumes that say that they have one, and whose record is lost.
 async fn make(
     state: &State,
@@ -72,7 +77,7 @@ async fn make(
     };
     let name = match members {
         [only] if only.id.0.0 == group.0 => only.spec.name.clone(),
-        _ => format!("group-{}", &group.to_string()[..8]),
+        _ => name_of(group),
     };
     let about = Object::new("mirror", group, &name);
     let Some(peer) = peer else {

@@ -257,6 +257,10 @@ impl Mirrors {
         }
         if known.is_silent {
             return match brain.role {
+                Role::Secondary if brain.is_unsure => {
+                    "the records were recovered, and the peer is silent: `quoin mirror promote --at \
+                     POINT` makes this side primary at one of `quoin mirror points`"
+                }
                 Role::Secondary => {
                     "the peer is silent: `quoin mirror promote --force` makes this side primary, at its \
                      last complete point"

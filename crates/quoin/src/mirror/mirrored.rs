@@ -770,6 +770,9 @@ impl MirrorView {
                     self.peer
                 )
             }
+            ("secondary", "") if self.unsure => {
+                format!("of which point it has all is not known until {} is heard", self.peer)
+            }
             ("secondary", "") => "no point is complete here: nothing can be promoted".to_owned(),
             ("secondary", at) => {
                 format!("what was acknowledged on {} after {at} is not here{bytes}", self.peer)
@@ -794,6 +797,7 @@ impl MirrorView {
         let member = |member: &MemberView| match (member.has_base, member.waiting_for.as_str()) {
             (_, why) if !why.is_empty() => format!("{} (waits for {why})", member.name),
             (true, _) => member.name.clone(),
+            (false, _) if self.unsure => member.name.clone(),
             (false, _) => format!("{} (not copied yet)", member.name),
         };
         let paused = if self.paused { ", paused" } else { "" };

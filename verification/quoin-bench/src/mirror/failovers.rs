@@ -409,11 +409,16 @@ fn come_back(side: Side<'_>) -> Result<(), Error> {
     }
     let began = Instant::now();
     for group in 0..GROUPS {
-        eventually("the lost side has a point of after it came back", || {
+        let followed = eventually("the lost side has a point of after it came back", || {
             let Ok(status) = side.other().status(group) else { return Ok(None) };
             let lag_ms = status["lagMs"].as_u64().map(u128::from);
             Ok(lag_ms.filter(|lag_ms| *lag_ms < began.elapsed().as_millis()).map(drop))
-        })?;
+        });
+        if followed.is_err() {
+            let (there, here) = (side.other().status(group)?, side.status(group)?);
+            eprintln!("its primary: {there:#}\nthe lost side: {here:#}");
+        }
+        followed?;
     }
     Ok(())
 }
