@@ -1,7 +1,7 @@
 //! Facts of a pool beside its replicas: space, and how often it was opened.
 
 use quoin_replication::replica::store::StoreError;
-use quoin_store::{BadBlock, MetadataScrubbed, ScrubAt, Scrubbed};
+use quoin_store::{BadBlock, Medium, MetadataScrubbed, ScrubAt, Scrubbed};
 use quoin_types::ReplicaGuid;
 use quoin_types::message::RoomGrant;
 
@@ -57,6 +57,10 @@ pub trait PoolFacts {
     fn is_short(&self, was: bool) -> bool;
     /// Returns the grant to targets; `was`: the one that they were sent last.
     fn room(&self, was: RoomGrant) -> RoomGrant;
+    /// Looks whether the file below was cut, or has lost its name.
+    fn medium(&self) -> Medium {
+        Medium::Whole
+    }
     /// Looks whether the file system below the pool is short of room.
     fn look_below(&mut self) {}
     /// Returns true if that is why the pool is short.
@@ -162,6 +166,9 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn room(&self, was: RoomGrant) -> RoomGrant {
         self.room(was)
+    }
+    fn medium(&self) -> Medium {
+        self.medium()
     }
     fn look_below(&mut self) {
         self.look_below();

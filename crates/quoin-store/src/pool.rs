@@ -28,7 +28,7 @@ use crate::core::{BadBlock, Buffers, Core, Faults, PoolOptions};
 use crate::disk::contents::Content;
 use crate::disk::fetch::{Fetch, Fetches, Owner, name_of};
 use crate::disk::read_ring::ReadRing;
-use crate::disk::{Disk, Reader, Syncer};
+use crate::disk::{Disk, Medium, Reader, Syncer};
 use crate::error::PoolError;
 use crate::format::checkpoint::Checkpoint;
 use crate::format::record::{Record, UNKNOWN_RECORD};
@@ -473,6 +473,11 @@ impl<D: Disk> Pool<D> {
         let free = self.core.allocator.free_for_clients() + 1;
         let units = free.saturating_sub(scheduler::short_below_units(self));
         u64::from(units) * self.unit_bytes()
+    }
+
+    /// Looks whether the file below was cut, or has lost its name.
+    pub fn medium(&self) -> Medium {
+        self.core.disk.medium()
     }
 
     /// Looks whether the file system below is short of room, or has it again.

@@ -96,3 +96,44 @@ fn a_pool_with_a_failing_disk_is_drained_before_it_is_lost() {
     dev.ok(&["volume", "verify", "db"]);
     dev.stop();
 }
+
+/// Proves that a pool whose file is moved away is told of while its data are still there, and that one whose file is
+/// emptied stops counting, beside a client that loses nothing.
+#[test]
+fn a_pool_whose_file_is_moved_or_emptied_is_told_and_clients_go_on() {
+    let scratch = Scratch::new("emptied-pool");
+    let flags = ["--no-attach", "--pool-size", "256MiB", "--pools", "3", "--replace-after", "off"];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let load = Load::start(dev.client("db"), 19);
+    load.assert_progress(&dev, 100);
+    dev.wait_for_volume("db", "online", is_online);
+    let file = |pool: &str| scratch.cluster().join("pools").join(pool).join("data");
+
+    let away = scratch.0.join("away");
+    std::fs::rename(file("pool-a"), &away).unwrap();
+    let told = |reason: &str, pool: &str| {
+        let events = dev.ok(&["events"]);
+        let line = events.lines().find(|line| line.contains(reason) && line.contains(pool));
+        line.map(str::to_owned)
+    };
+    let line = dev.eventually("the file is missed", || told("PoolFileGone", "pool-a"));
+    assert!(line.contains("put the file back, or drain the pool"), "{line}");
+    load.assert_progress(&dev, 100);
+    assert!(is_online(&dev.json(&["volume", "get", "db"])), "its data are there still");
+    std::fs::rename(&away, file("pool-a")).unwrap();
+
+    let emptied = std::fs::OpenOptions::new().write(true).open(file("pool-b")).unwrap();
+    emptied.set_len(0).unwrap();
+    let line = dev.eventually("the pool fails", || told("DiskFailed", "pool-b"));
+    assert!(line.contains("its file was cut or emptied"), "{line}");
+    dev.wait_for_volume("db", "without the pool", |volume| !is_online(volume));
+    let reason = dev.eventually("the pool says why it is not served", || {
+        let reason = pool(&dev, "pool-b").to_string();
+        reason.contains("Quoin pool").then_some(reason)
+    });
+    assert!(!reason.contains("\"state\":\"Online\""), "{reason}");
+    load.assert_progress(&dev, 100);
+    load.verify();
+    dev.stop();
+}

@@ -34,7 +34,7 @@ use quoin_replication::pool_host::turns::{Turns, Work};
 use quoin_replication::recognition::PoolCounts;
 use quoin_replication::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_store::ReplicaPool;
+use quoin_store::{Medium, ReplicaPool};
 use quoin_telemetry::notices::{Notices, Severity};
 use quoin_types::ids::SessionKey;
 use quoin_types::message::{Failure, FromReplica, RoomGrant, ToReplica};
@@ -164,6 +164,8 @@ pub struct Shard<'a, P> {
     timers: Timers,
     actions: Vec<ReplicaAction>,
     failure: Option<StoreError>,
+    /// What was told last of the file's name.
+    is_nameless: bool,
     background: Background,
     round: Round,
     turns: Turns,
@@ -195,6 +197,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             timers: Timers::default(),
             actions: Vec::new(),
             failure: None,
+            is_nameless: false,
             background: Background::default(),
             round: Round::begin(now()),
             turns: Turns::default(),
@@ -316,6 +319,22 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         self.failure.get_or_insert(error);
     }
 
+    /// Has a pool whose file was cut opened anew, which fails and says why. One whose file has no name any more goes
+    /// on: its data may be the last good copy, and are there as long as this process is.
+    fn mind_medium(&mut self) {
+        let medium = self.pool.medium();
+        if medium == Medium::Cut {
+            self.fail(StoreError::Damaged("its file was cut or emptied"));
+        }
+        let is_nameless = medium == Medium::Nameless;
+        if is_nameless && !self.is_nameless {
+            let message = "its file was moved, deleted or replaced, and its data end with this process: put the file \
+                           back, or drain the pool (`quoin pool drain`) before its process ends";
+            self.parts.notices.push(Severity::Error, "", "", "PoolFileGone", message.to_owned());
+        }
+        self.is_nameless = is_nameless;
+    }
+
     fn input(&mut self, now: Time, input: Input) {
         match input {
             Input::Answered(answered, leave) => self.admit(now, *answered, leave),
@@ -327,6 +346,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::Reassign(change) => self.reassign(now, change),
             Input::State { all, answer } => {
+                self.mind_medium();
                 self.pool.look_below();
                 self.mind_room(now);
                 self.raise_mark(now);

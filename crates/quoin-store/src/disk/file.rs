@@ -28,7 +28,7 @@ use crate::disk::fill::Filling;
 use crate::disk::pending_writes::{Held, stretches, zeros};
 use crate::disk::read_ring::ReadRing;
 use crate::disk::write_behind::WriteBehind;
-use crate::disk::{Disk, Reader, Syncer};
+use crate::disk::{Disk, Medium, Reader, Syncer};
 
 /// The kernel takes no more parts in one call.
 const PARTS_MAX: usize = 1024;
@@ -77,6 +77,7 @@ pub enum FileDiskError {
 #[derive(Clone)]
 pub struct FileDisk {
     files: Arc<Files>,
+    path: PathBuf,
     size: u64,
     is_device: bool,
     read_only: bool,
@@ -206,6 +207,7 @@ impl FileDisk {
         };
         Ok(FileDisk {
             files: Arc::new(files),
+            path: path.to_owned(),
             size,
             is_device,
             read_only: access == OFlags::RDONLY,
@@ -455,6 +457,25 @@ pub(crate) fn lay_over(buffer: &mut [u8], held: &[(usize, Vec<u8>)]) {
 impl Disk for FileDisk {
     fn size(&self) -> u64 {
         self.size
+    }
+
+    fn medium(&self) -> Medium {
+        // A device has the size that it has, and may be called by many names.
+        let Ok(open) = self.files.file.metadata() else { return Medium::Whole };
+        if self.is_device {
+            return Medium::Whole;
+        }
+        // What is written after a cut makes the file longer again, but for its last block: that one is the copy
+        // of the superblock, and written at an opening alone.
+        if open.len() < self.size {
+            return Medium::Cut;
+        }
+        let is_there = match std::fs::metadata(&self.path) {
+            Ok(named) => (named.dev(), named.ino()) == (open.dev(), open.ino()),
+            // Another reason says nothing of the file.
+            Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        };
+        if is_there { Medium::Whole } else { Medium::Nameless }
     }
 
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {

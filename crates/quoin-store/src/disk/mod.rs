@@ -30,9 +30,24 @@ pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;
 /// Makes reads as [`Disk::fetch`] on other threads than the disk's.
 pub type Reader = Arc<dyn Fn(&Fetch) -> Result<Bytes, IoFault> + Send + Sync>;
 
+/// Outcome of a look at the file below an open disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Medium {
+    Whole,
+    /// The file is shorter than the disk: what lay there is lost.
+    Cut,
+    /// The file is whole, and its name leads to it no more: it was moved, deleted or replaced.
+    Nameless,
+}
+
 pub trait Disk: Send {
     /// Size in bytes, a multiple of the block size; fixed while the disk is open.
     fn size(&self) -> u64;
+
+    /// Looks whether the file below was cut, or has lost its name, since the disk was opened.
+    fn medium(&self) -> Medium {
+        Medium::Whole
+    }
 
     /// Fills `buffer` or fails.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
