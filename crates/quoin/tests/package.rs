@@ -212,12 +212,33 @@ fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted()
     machine.ok("umount '/srv/my db' && quoin volume detach copy && quoin volume delete copy --yes");
     machine.ok(at_boot);
 
+    // A boot reads the key of an encrypted volume, from a file that others cannot read.
+    machine.ok("printf %064d 1 > /root/key && chmod 644 /root/key");
+    machine
+        .ok("quoin volume create secret --size 64MiB --replicas 1 --encrypt --key-file /root/key");
+    let secret = "quoin volume attach secret --at-boot --key-file";
+    let printed = machine.refused(&format!("{secret} - < /root/key"));
+    assert!(printed.contains("a boot has no standard input"), "{printed}");
+    let printed = machine.refused(&format!("{secret} /root/key"));
+    assert!(printed.contains("is open to others (mode 644)"), "{printed}");
+    machine.ok("chmod 600 /root/key");
+    machine.ok(&format!("{secret} /root/key && mkfs.ext4 -q /dev/quoin/secret"));
+    machine.ok(&format!("mkdir /srv/secret && {secret} /root/key --mount /srv/secret"));
+    machine.ok("echo secret > /srv/secret/file && sync /srv/secret/file");
+
     // The records name this host as the volume's owner, so its target serves it.
     machine.crash();
     machine.boot();
     machine.eventually_ok("it is mounted again", "mountpoint -q '/srv/my db'");
     assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
     machine.ok("test -b /dev/quoin/my-db");
+    machine.eventually_ok("the encrypted one too", "mountpoint -q /srv/secret");
+    assert_eq!(machine.ok("cat /srv/secret/file"), "secret");
+    machine.ok("printf %064d 2 > /root/key");
+    let again = "quoin volume attach-at-boot --run /run/quoin --timeout 60 secret";
+    let printed = machine.refused(again);
+    assert!(printed.contains("opens no slot that the volume had"), "{printed}");
+    machine.ok("umount /srv/secret && quoin volume detach secret");
 
     // The volume is not removed in use. Detached, nothing of it is left for the next boot.
     let printed = machine.refused("quoin volume detach my-db");

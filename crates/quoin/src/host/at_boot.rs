@@ -11,6 +11,7 @@
 //! with what was meant.
 
 use anyhow::{Context, Result, bail};
+use quoin_encryption::Encryption;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 use std::fs;
@@ -22,7 +23,9 @@ use std::time::{Duration, Instant};
 use super::loop_devices;
 use crate::output;
 
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
+/// Format of a volume without a key.
+const FORMAT_WITHOUT_KEY: u32 = 1;
 /// systemd takes no longer name of a unit.
 const UNIT_NAME_BYTES_MAX: usize = 255;
 const WANTS: &str = "systemd/system/quoin.target.wants";
@@ -55,6 +58,17 @@ pub struct AtBoot {
     /// Where its file system is mounted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<PathBuf>,
+    /// Key of an encrypted volume.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<BootKey>,
+}
+
+/// Key of an encrypted volume at a boot. The slots are kept beside it, so that no controller has to be asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BootKey {
+    /// The file that has it, by its whole path.
+    pub file: PathBuf,
+    pub slots: Encryption,
 }
 
 /// How a file system is mounted, as a user asked.
@@ -69,8 +83,22 @@ pub struct MountOptions {
 impl AtBoot {
     pub fn new(volume: &str, id: &str, block_size: u32, read_only: bool) -> Self {
         let (volume, id) = (volume.to_owned(), id.to_owned());
-        let partitions = false;
-        Self { format: FORMAT, volume, id, block_size, read_only, partitions, mount: None }
+        Self {
+            format: FORMAT_WITHOUT_KEY,
+            volume,
+            id,
+            block_size,
+            read_only,
+            partitions: false,
+            mount: None,
+            key: None,
+        }
+    }
+
+    /// The same with the key that opens it.
+    pub fn with_key(self, key: Option<BootKey>) -> Self {
+        let format = if key.is_some() { FORMAT } else { self.format };
+        Self { format, key, ..self }
     }
 
     /// The instance of the unit: the volume's name, or its id where that makes too long a name.

@@ -6,14 +6,16 @@ use clap::Args;
 use quoin_api::control::Volume;
 use quoin_attach::AttachClient;
 use quoin_attach::protocol::{AttachVolume, Attached};
+use quoin_encryption::DataKey;
 use quoin_nbd::client::{Address, ClientOptions as NbdOptions, Pipe};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::attach::HostOptions;
+use super::keys;
 use crate::client::ClientOptions;
 use crate::host::at_boot::{
-    AtBoot, Etc, MountOptions, PATIENCE, mount, notify_systemd, show_partitions,
+    AtBoot, BootKey, Etc, MountOptions, PATIENCE, mount, notify_systemd, show_partitions,
 };
 use crate::output;
 
@@ -21,7 +23,8 @@ use crate::output;
 #[derive(Args)]
 pub struct AtBootOptions {
     /// Attach it at each boot of this host as well (systemd); says what it writes for that.
-    /// `quoin volume detach`, or --not-at-boot, takes it back.
+    /// `quoin volume detach`, or --not-at-boot, takes it back. A boot reads the key of an encrypted
+    /// volume from its --key-file, which must be closed to others.
     #[arg(long, conflicts_with = "nbd")]
     at_boot: bool,
     /// Mount its file system here, now and at each boot: by a line in /etc/fstab.
@@ -86,7 +89,13 @@ impl AtBootOptions {
     }
 
     /// Writes, or takes back, what the next boot needs. `device`: where the volume is now.
-    pub fn apply(&self, volume: &Volume, read_only: bool, device: &Path) -> Result<()> {
+    pub fn apply(
+        &self,
+        volume: &Volume,
+        read_only: bool,
+        key: Option<BootKey>,
+        device: &Path,
+    ) -> Result<()> {
         if self.partitions {
             show_partitions(device, Instant::now() + PATIENCE)?;
         }
@@ -97,7 +106,8 @@ impl AtBootOptions {
             return Ok(());
         }
         let (mount_path, partitions) = (self.mount.clone(), self.partitions);
-        let record = AtBoot { mount: mount_path, partitions, ..record_of(volume, read_only) };
+        let record = record_of(volume, read_only).with_key(key);
+        let record = AtBoot { mount: mount_path, partitions, ..record };
         let options = MountOptions {
             options: self.mount_options.clone(),
             file_system: self.file_system.clone(),
@@ -136,10 +146,15 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
     let run = client.run_directory();
     let socket = run.join("nbd").join(format!("{}.sock", record.id));
     let daemon = AttachClient::new(run.join("attach").join("attach.sock"));
+    let key = record.key.as_ref().map(keys::unlock_at_boot).transpose()?;
     let until = Instant::now() + client.timeout();
+    if let Some(key) = &key {
+        keys::hand_over(&record.id, key, client).await?;
+    }
     let attached = loop {
         let left = until.saturating_duration_since(Instant::now());
-        let attempt = tokio::time::timeout(left, attach(&record, &socket, &daemon)).await;
+        let attaching = attach(&record, &socket, &daemon, key.clone());
+        let attempt = tokio::time::timeout(left, attaching).await;
         let unanswered =
             |_| anyhow!("the attach process waits for the kernel, or for the volume's IO");
         match attempt.map_err(unanswered).and_then(|outcome| outcome) {
@@ -168,7 +183,12 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
     output::print_line(&device.display().to_string())
 }
 
-async fn attach(record: &AtBoot, socket: &Path, daemon: &AttachClient) -> Result<Attached> {
+async fn attach(
+    record: &AtBoot,
+    socket: &Path,
+    daemon: &AttachClient,
+    key: Option<DataKey>,
+) -> Result<Attached> {
     let asked = NbdOptions::new(Address::Unix(socket.to_owned()));
     // The volume may have grown since.
     let size = Pipe::connect(&asked)?.info().size_bytes;
@@ -179,7 +199,7 @@ async fn attach(record: &AtBoot, socket: &Path, daemon: &AttachClient) -> Result
         block_size: record.block_size,
         read_only: record.read_only,
         file_only: false,
-        key: None,
+        key,
     };
     Ok(daemon.attach(request).await?)
 }

@@ -148,9 +148,10 @@ pub async fn attach(
     if is_elsewhere && options.boot.shows_partitions() {
         bail!("--partitions makes devices of the host it is given on: run the command on {node}");
     }
-    if options.boot.is_at_boot() && keys::is_encrypted(&volume) {
-        bail!("an encrypted volume is not attached at boot: no key is kept on this host");
-    }
+    let boot_key = match options.boot.is_at_boot() {
+        true => keys::boot_key(&volume, options.key_file.as_ref())?,
+        false => None,
+    };
     let key = keys::key_of(&volume, options.key_file.as_ref())?;
     if is_elsewhere && options.nbd.is_none() {
         let sharing = options.share.map(Share::word).unwrap_or_default();
@@ -173,7 +174,7 @@ pub async fn attach(
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
     if let Some(key) = &key {
-        keys::hand_over(&volume, key, client).await?;
+        keys::hand_over(&volume.id, key, client).await?;
     }
     let view = AttachedView {
         volume: volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
@@ -235,7 +236,7 @@ pub async fn attach(
     // is in the way, is a device all the same, and the attach process reports that in its log.
     let linked = daemon.link(&volume.id, &view.volume).await.ok().and_then(|linked| linked.link);
     warn_about_dead_mounts(&volume, client);
-    let after = options.boot.apply(&volume, options.read_only, &attached.device);
+    let after = options.boot.apply(&volume, options.read_only, boot_key, &attached.device);
     after.with_context(|| {
         let made = linked.as_deref().unwrap_or(&attached.device);
         format!("the volume is attached as {}", made.display())

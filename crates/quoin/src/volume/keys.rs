@@ -11,10 +11,12 @@ use quoin_api::control::{self as api, SetKeySlotsRequest, Volume};
 use quoin_encryption::{DataKey, Encryption, UserKey, handing};
 use serde::Serialize;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use zeroize::Zeroizing;
 
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
+use crate::host::at_boot::BootKey;
 use crate::output::{self, Format, Row};
 
 /// Longest key file; a key is much shorter.
@@ -44,6 +46,50 @@ impl KeyFile {
         read.with_context(|| format!("read the key file {name}"))?;
         UserKey::parse(&text).with_context(|| format!("the key file {name}"))
     }
+}
+
+impl KeyFile {
+    /// The file as a boot finds it.
+    ///
+    /// # Errors
+    /// It is no file of its own, or others can read it.
+    fn at_boot(&self) -> Result<PathBuf> {
+        if self.0 == Path::new("-") {
+            bail!(
+                "a boot has no standard input: name the file with the key by --key-file, where each \
+                 boot finds it"
+            );
+        }
+        let name = self.0.display();
+        let path = self.0.canonicalize().with_context(|| format!("read the key file {name}"))?;
+        let mode = path.metadata().with_context(|| format!("read the key file {name}"))?.mode();
+        if mode & 0o077 != 0 {
+            bail!(
+                "the key file {name} is open to others (mode {:o}): `chmod 600` closes it",
+                mode & 0o7777
+            );
+        }
+        Ok(path)
+    }
+}
+
+/// The key with which the volume is attached at each boot: `None` where it is not encrypted.
+pub fn boot_key(volume: &Volume, file: Option<&KeyFile>) -> Result<Option<BootKey>> {
+    let (Some(slots), Some(file)) = (encryption_of(volume)?, file) else { return Ok(None) };
+    Ok(Some(BootKey { file: file.at_boot()?, slots }))
+}
+
+/// The data key of a volume at a boot.
+pub fn unlock_at_boot(key: &BootKey) -> Result<DataKey> {
+    let user = KeyFile(key.file.clone()).read()?;
+    let unlocked = key.slots.unlock(&user).with_context(|| {
+        format!(
+            "the key in {} opens no slot that the volume had: where its keys were changed since, run \
+             `quoin volume attach --at-boot` with --key-file again",
+            key.file.display()
+        )
+    })?;
+    Ok(unlocked.key)
 }
 
 /// Encryption of a volume that is to be made.
@@ -93,10 +139,10 @@ pub fn key_of(volume: &Volume, file: Option<&KeyFile>) -> Result<Option<DataKey>
     }
 }
 
-/// Hands the key to the target of this host, once it has the volume.
-pub async fn hand_over(volume: &Volume, key: &DataKey, client: &ClientOptions) -> Result<()> {
+/// Hands the key to the target of this host, once it has the volume of this id.
+pub async fn hand_over(id: &str, key: &DataKey, client: &ClientOptions) -> Result<()> {
     let socket = client.run_directory().join("nbd").join(handing::SOCKET);
-    let handed = handing::hand_over_within(client.timeout(), &socket, &volume.id, key).await;
+    let handed = handing::hand_over_within(client.timeout(), &socket, id, key).await;
     handed.context("the volume is published, and its target on this host has no key yet")
 }
 
