@@ -201,7 +201,7 @@ impl Brain {
                 }
             }
             Event::PointBroken { point } => {
-                if self.cut.is_some_and(|(named, _)| named == point) {
+                if self.is_cutting(point) {
                     self.cut = None;
                 }
             }
@@ -403,6 +403,12 @@ impl Brain {
     pub(super) fn pools_have_it(&self) -> bool {
         let keepsake = self.record.keepsake();
         self.all(|member| member.keepsake == Some(keepsake))
+    }
+
+    /// The point is named by this life, and has no verdict yet. Its cut is begun, and its verdict counts, only then: one
+    /// that is made already is on its way to the other side.
+    pub fn is_cutting(&self, point: PointId) -> bool {
+        self.cut == Some((point, None))
     }
 
     /// The newest point that both sides hold.

@@ -197,6 +197,35 @@ fn cuts_of_a_point_that_another_life_named_are_dropped_once_it_is_recorded_as_gi
 }
 
 #[test]
+fn a_point_that_is_made_is_not_begun_again_and_no_late_verdict_breaks_it() {
+    break_a_rule();
+    let mut record = primary();
+    record.is_paired = true;
+    let mut brain = Brain::new(now(0), record.clone(), 1);
+    let on = |brain: &mut Brain, second, event| {
+        let mut out = Vec::new();
+        brain.on(now(second), event, &mut out);
+        out
+    };
+    let held = |serial, points: &[PointId]| {
+        Event::Observed(VOLUME, Box::new(Observed { at: None, ..*seen(serial, &record, points) }))
+    };
+    let actions = on(&mut brain, 70, held(1, &[]));
+    let point = stored(&actions).and_then(|record| record.points.cutting).unwrap();
+    let is_begun = |actions: &[Action]| {
+        actions.iter().any(|action| matches!(action, Action::MakePoint { .. }))
+    };
+    assert!(is_begun(&on(&mut brain, 71, Event::Stored { version: 2 })));
+    assert!(brain.is_cutting(point) && !brain.is_cutting(POINT));
+    let made = on(&mut brain, 72, Event::PointMade { point, cut_ms: 5 });
+    assert!(!is_begun(&made) && !brain.is_cutting(point), "the order to begin it is late now");
+    let broken = on(&mut brain, 73, Event::PointBroken { point });
+    assert!(stored(&broken).is_none(), "{broken:?}");
+    let actions = on(&mut brain, 74, held(2, &[point]));
+    assert_eq!(stored(&actions).map(|record| record.points.offered), Some(Some(point)));
+}
+
+#[test]
 fn a_point_that_records_of_before_may_need_is_kept_until_pools_have_the_role() {
     break_a_rule();
     let common = PointId(10);

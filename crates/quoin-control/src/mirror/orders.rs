@@ -183,6 +183,10 @@ impl Mirrors {
         point: PointId,
         members: &[VolumeId],
     ) -> Result<(), Error> {
+        // The verdict may have come after the brain said it.
+        if !live.brain.is_cutting(point) {
+            return Ok(());
+        }
         let attempt = (members.len() > 1).then_some(GroupId(point.0));
         for member in members {
             let volume = self.state.volumes.get(&member.to_string());
@@ -219,8 +223,8 @@ impl Mirrors {
     ) -> Result<Option<Event>, Error> {
         let Some(point) = live.cutting else { return Ok(None) };
         let brain = record.brain();
-        if brain.points.cutting != Some(point) {
-            // The record has gone on: nobody waits for it.
+        if !live.brain.is_cutting(point) {
+            // The brain has gone on: nobody waits for it, and the point may be made.
             self.points.give_up(Instant::now(), GroupId(point.0));
             self.points.forget(GroupId(point.0));
             live.cutting = None;

@@ -164,7 +164,7 @@ pub struct Shard<'a, P> {
     timers: Timers,
     actions: Vec<ReplicaAction>,
     failure: Option<StoreError>,
-    /// What was told last of the file's name.
+    /// The file had no name at the last look.
     is_nameless: bool,
     background: Background,
     round: Round,
