@@ -4,19 +4,43 @@
 //! or assertion prints one by accident.
 
 use std::fmt::Write as _;
+use std::path::Path;
+
+use tonic_prost_build::{Builder, FileDescriptorSet};
 
 /// Fields whose content may be sensitive in every message.
-const SENSITIVE_FIELDS: [&str; 3] = ["secrets", "mount_flags", "wrapped"];
+const SENSITIVE_FIELDS: [&str; 4] = ["secrets", "mount_flags", "wrapped", "encryption_key"];
+
+/// Directory of CSI-Addons below that of the sources, and of what is made of it.
+const ADDONS: &str = "csi-addons";
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=proto");
-    let mut files: Vec<_> = std::fs::read_dir("proto")?
+    let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
+    generate(protox::compile(sources("proto")?, ["proto"])?, &out, |builder| builder)?;
+
+    // They use messages of the first ones, which are not made anew.
+    let addons = protox::compile(sources(&format!("proto/{ADDONS}"))?, ["proto"])?;
+    let out = out.join(ADDONS);
+    std::fs::create_dir_all(&out)?;
+    generate(addons, &out, |builder| builder.extern_path(".csi.v1", "crate::csi"))
+}
+
+fn sources(directory: &str) -> std::io::Result<Vec<std::path::PathBuf>> {
+    let mut files: Vec<_> = std::fs::read_dir(directory)?
         .filter_map(|entry| entry.ok().map(|e| e.path()))
         .filter(|path| path.extension().is_some_and(|e| e == "proto"))
         .collect();
     files.sort();
-    let descriptors = protox::compile(&files, ["proto"])?;
+    Ok(files)
+}
 
+/// Generates messages, services and the `Debug` of secret messages, a file of each for each package.
+fn generate(
+    descriptors: FileDescriptorSet,
+    directory: &Path,
+    configured: impl FnOnce(Builder) -> Builder,
+) -> Result<(), Box<dyn std::error::Error>> {
     let mut silent = Vec::new();
     for file in &descriptors.file {
         let package = file.package();
@@ -34,17 +58,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 }
             }
         }
-        if !implementations.is_empty() {
-            let out = std::path::Path::new(&std::env::var("OUT_DIR")?)
-                .join(format!("{package}.redacted.rs"));
-            std::fs::write(out, implementations)?;
-        }
+        std::fs::write(directory.join(format!("{package}.redacted.rs")), implementations)?;
     }
-    tonic_prost_build::configure()
+    let builder = tonic_prost_build::configure()
         .build_client(true)
         .build_server(true)
         .skip_debug(silent)
-        .compile_fds(descriptors)?;
+        .out_dir(directory);
+    configured(builder).compile_fds(descriptors)?;
     Ok(())
 }
 

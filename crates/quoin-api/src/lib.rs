@@ -14,6 +14,9 @@ pub mod control {
 
     /// The smallest volume that `mkfs.xfs` makes an XFS on.
     pub const XFS_BYTES_MIN: u64 = 300 << 20;
+
+    /// First words of what a volume waits for ([`Volume::waiting_for`]) whose target has no key of it.
+    pub const WAITS_FOR_KEY: &str = "its key";
 }
 
 /// The Container Storage Interface: 1.8 and what later editions added (see `csi.proto`).
@@ -26,4 +29,26 @@ pub mod csi {
 
     /// The `.proto` source, for clients in other languages to generate their stubs from.
     pub const PROTO: &str = include_str!("../proto/csi.proto");
+}
+
+/// CSI-Addons: the services beside the Container Storage Interface, on a socket of their own.
+pub mod csi_addons {
+    /// Declares the module of each package, with the `Debug` of messages that carry secrets: their name
+    /// only.
+    macro_rules! packages {
+        ($($package:ident)*) => {$(
+            #[allow(clippy::all, clippy::pedantic)]
+            pub mod $package {
+                include!(concat!(env!("OUT_DIR"), "/csi-addons/", stringify!($package), ".rs"));
+                include!(concat!(
+                    env!("OUT_DIR"), "/csi-addons/", stringify!($package), ".redacted.rs"
+                ));
+            }
+        )*};
+    }
+
+    packages! {
+        healer
+        identity
+    }
 }

@@ -1,8 +1,7 @@
 //! The control plane as the CSI services see it: a handful of calls on the Cluster service.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use quoin_api::control::cluster_client::ClusterClient;
 use quoin_api::control::{self as api, VolumeRef};
@@ -19,14 +18,15 @@ const DEADLINE: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub struct Backend {
     client: ClusterClient<TermChannel>,
-    connected: Arc<AtomicBool>,
+    /// Time of the last answer.
+    answered: Arc<Mutex<Option<Instant>>>,
 }
 
 impl Backend {
     /// Returns a client over a channel that may connect later.
     #[must_use]
     pub fn new(channel: impl Into<TermChannel>) -> Self {
-        Self { client: ClusterClient::new(channel.into()), connected: Arc::default() }
+        Self { client: ClusterClient::new(channel.into()), answered: Arc::default() }
     }
 
     fn request<T>(message: T) -> Request<T> {
@@ -37,13 +37,19 @@ impl Backend {
 
     /// Returns whether the control plane was reached at least once.
     pub fn has_connected(&self) -> bool {
-        self.connected.load(Ordering::Relaxed)
+        self.silence().is_some()
+    }
+
+    /// Returns the time since the control plane answered; `None`: it never did.
+    pub fn silence(&self) -> Option<Duration> {
+        let last = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        last.map(|last| last.elapsed())
     }
 
     /// Notes that the control plane was reached, and returns its answer in the interface's codes.
     fn answered<T>(&self, answer: Result<Response<T>, Status>) -> Result<T, Status> {
         let answer = answer.map_err(|status| from_control(&status))?;
-        self.connected.store(true, Ordering::Relaxed);
+        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         Ok(answer.into_inner())
     }
 

@@ -1,6 +1,6 @@
-//! The socket that the supervisor names, and no other file beside it.
+//! The sockets that the supervisor and the operator name, and no other file beside either.
 //!
-//! `CSI_ENDPOINT` is `unix:///absolute/path.sock`. An existing file is removed only if it is a
+//! `CSI_ENDPOINT` is `unix:///absolute/path.sock`, and so is `--csi-addons-endpoint`. An existing file is removed only if it is a
 //! socket on which no process listens, which a connection attempt shows: a lock file in that
 //! directory would violate the interface's rules.
 
@@ -10,17 +10,26 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::UnixListener;
 
+/// Names of the endpoints.
+const ENDPOINT: &str = "CSI_ENDPOINT";
+const ADDONS_ENDPOINT: &str = "--csi-addons-endpoint";
+
 /// Why there is no socket to serve on.
 #[derive(Debug, thiserror::Error)]
 pub enum EndpointError {
-    #[error("CSI_ENDPOINT is not set; set it to unix:///absolute/path.sock")]
-    Missing,
-    #[error("CSI_ENDPOINT is {0:?}; only unix:///absolute/path.sock is served")]
-    Form(String),
-    #[error("CSI_ENDPOINT is {0:?}; the path of a socket ends in .sock")]
-    Suffix(String),
-    #[error("CSI_ENDPOINT is {0:?}; the system allows 107 bytes for the path of a socket")]
-    TooLong(String),
+    #[error("{0} is not set; set it to unix:///absolute/path.sock")]
+    Missing(&'static str),
+    #[error("{0} is {1:?}; only unix:///absolute/path.sock is served")]
+    Form(&'static str, String),
+    #[error("{0} is {1:?}; the path of a socket ends in .sock")]
+    Suffix(&'static str, String),
+    #[error("{0} is {1:?}; the system allows 107 bytes for the path of a socket")]
+    TooLong(&'static str, String),
+    #[error(
+        "{ADDONS_ENDPOINT} is in {0}, the directory of CSI_ENDPOINT, which holds that socket alone; \
+         name another directory"
+    )]
+    SameDirectory(PathBuf),
     #[error("{0} is already served by a running process; stop it first")]
     InUse(PathBuf),
     #[error("{0} exists and is not a socket; move it away")]
@@ -34,23 +43,44 @@ pub enum EndpointError {
     },
 }
 
-/// Returns the path in an endpoint.
+/// Returns the path in the endpoint of CSI.
 ///
 /// # Errors
 /// See [`EndpointError`].
 pub fn parse(endpoint: &str) -> Result<PathBuf, EndpointError> {
+    parse_named(ENDPOINT, endpoint)
+}
+
+/// Returns the path in the endpoint of CSI-Addons, which is not beside the socket of CSI.
+///
+/// # Errors
+/// See [`EndpointError`].
+pub fn parse_addons(endpoint: &str, csi: &Path) -> Result<PathBuf, EndpointError> {
+    let path = parse_named(ADDONS_ENDPOINT, endpoint)?;
+    // Links are followed as far as the directories exist.
+    let directory = |path: &Path| {
+        let parent = path.parent().unwrap_or(path);
+        parent.canonicalize().unwrap_or_else(|_| parent.components().collect())
+    };
+    if directory(&path) == directory(csi) {
+        return Err(EndpointError::SameDirectory(directory(csi)));
+    }
+    Ok(path)
+}
+
+fn parse_named(name: &'static str, endpoint: &str) -> Result<PathBuf, EndpointError> {
     if endpoint.is_empty() {
-        return Err(EndpointError::Missing);
+        return Err(EndpointError::Missing(name));
     }
     let path = endpoint
         .strip_prefix("unix://")
         .filter(|path| path.starts_with('/') && !path.contains('\0'))
-        .ok_or_else(|| EndpointError::Form(endpoint.to_owned()))?;
+        .ok_or_else(|| EndpointError::Form(name, endpoint.to_owned()))?;
     if !path.ends_with(".sock") {
-        return Err(EndpointError::Suffix(endpoint.to_owned()));
+        return Err(EndpointError::Suffix(name, endpoint.to_owned()));
     }
     if path.len() > 107 {
-        return Err(EndpointError::TooLong(endpoint.to_owned()));
+        return Err(EndpointError::TooLong(name, endpoint.to_owned()));
     }
     Ok(path.into())
 }
@@ -132,7 +162,25 @@ mod tests {
         ] {
             let error = parse(bad).unwrap_err().to_string();
             assert!(error.contains("CSI_ENDPOINT"), "{error}");
+            let error = parse_addons(bad, Path::new("/run/csi/csi.sock")).unwrap_err().to_string();
+            assert!(error.starts_with("--csi-addons-endpoint"), "{error}");
         }
+    }
+
+    #[test]
+    fn the_socket_of_csi_addons_is_not_beside_that_of_csi_by_whatever_name_its_directory_has() {
+        let directory = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(directory.path(), directory.path().join("link")).unwrap();
+        let csi = directory.path().join("csi.sock");
+        let in_it = |name: &str| format!("unix://{}/{name}/a.sock", directory.path().display());
+        for beside in ["", ".", "link", "./link/."] {
+            let error = parse_addons(&in_it(beside), &csi).unwrap_err();
+            assert!(matches!(error, EndpointError::SameDirectory(_)), "{error}");
+        }
+        assert!(parse_addons(&in_it("addons"), &csi).is_ok());
+        let none = Path::new("/nowhere/csi/csi.sock");
+        assert!(parse_addons("unix:///nowhere/csi/./addons.sock", none).is_err());
+        assert!(parse_addons("unix:///nowhere/csi-addons/addons.sock", none).is_ok());
     }
 
     /// Proves CSI-PROTOCOL-05, CSI-FILESYSTEM-02.

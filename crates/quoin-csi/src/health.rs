@@ -7,15 +7,16 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use quoin_api::control::{self as api, volume_condition};
+use quoin_api::control::{self as api, WAITS_FOR_KEY, volume_condition};
 use quoin_api::csi::node_get_storage_health_response::StorageBackendHealth;
 use quoin_api::csi::volume_health::VolumeHealthEntry;
 use quoin_api::csi::{StorageHealthErrorType, VolumeHealth, VolumeHealthErrorType};
-use quoin_node::VolumeFault;
+use quoin_node::{Standing, VolumeFault};
 use tokio::task::JoinSet;
 use tonic::Status;
 
 use crate::backend::Backend;
+use crate::context;
 use crate::controller::cut;
 use crate::refusal::not_judged;
 
@@ -61,6 +62,25 @@ pub fn of_node(volume_id: String, faults: &[VolumeFault]) -> VolumeHealth {
         entry(status, fault.kind.as_str(), &fault.message)
     };
     VolumeHealth { volume_id, health_statuses: faults.iter().map(entry).collect() }
+}
+
+/// Returns what the records say of a volume's use on a node.
+pub fn standing(volume: &api::Volume, node: &str) -> Standing {
+    // While a take-over is on its way, the volume is not this cluster's to use either.
+    const COPIES: [&str; 5] = ["demoting", "secondary", "promoting", "diverged", "resyncing"];
+    let is_here = |one: &&api::Attachment| one.node == node && one.phase != "Detaching";
+    let here = volume.attachments.iter().find(is_here);
+    let elsewhere = volume.attachments.iter().any(|one| one.replays && one.node != node);
+    let role = volume.mirror.as_ref().map(|mirror| mirror.role.clone());
+    let is_encrypted = volume.spec.as_ref().is_some_and(|spec| spec.encryption.is_some());
+    Standing {
+        is_published: here.is_some(),
+        copy: role.filter(|role| COPIES.contains(&role.as_str())),
+        waits_for_key: is_encrypted && volume.waiting_for.starts_with(WAITS_FOR_KEY),
+        replay_is_due: elsewhere || here.is_some_and(|one| one.replays || one.replay_is_late),
+        size_bytes: volume.size_bytes,
+        block_size: context::block_size(volume),
+    }
 }
 
 fn entry(status: VolumeHealthErrorType, reason: &str, message: &str) -> VolumeHealthEntry {
@@ -191,6 +211,35 @@ mod tests {
         let refused = of_controller(&volume).unwrap_err();
         assert_eq!(refused.code(), Code::Unavailable);
         assert!(refused.message().contains("silence"));
+    }
+
+    #[test]
+    fn the_standing_of_a_volume_here_is_told_by_its_attachments_its_mirror_and_its_target() {
+        let on = |node: &str, phase: &str| api::Attachment {
+            node: node.into(),
+            phase: phase.into(),
+            ..Default::default()
+        };
+        let volume = |attachments| api::Volume { attachments, ..Default::default() };
+        assert!(standing(&volume(vec![on("a", "Attached")]), "a").is_published);
+        assert!(standing(&volume(vec![on("a", "Attaching")]), "a").is_published);
+        for other in [vec![], vec![on("b", "Attached")], vec![on("a", "Detaching")]] {
+            assert!(!standing(&volume(other), "a").is_published);
+        }
+        let replays = api::Attachment { replays: true, ..on("b", "Attached") };
+        assert!(standing(&volume(vec![on("a", "Attached"), replays]), "a").replay_is_due);
+        for (role, is_copy) in
+            [("off", false), ("primary", false), ("", false), ("secondary", true)]
+        {
+            let mirror = api::MirrorOfVolume { role: role.into(), ..Default::default() };
+            let mirrored = api::Volume { mirror: Some(mirror), ..Default::default() };
+            assert_eq!(standing(&mirrored, "a").copy.is_some(), is_copy, "{role}");
+        }
+        let spec = api::VolumeSpec { encryption: Some(Default::default()), ..Default::default() };
+        let waiting_for = format!("{WAITS_FOR_KEY} (hint)");
+        let locked = api::Volume { spec: Some(spec), waiting_for, ..Default::default() };
+        assert!(standing(&locked, "a").waits_for_key);
+        assert!(!standing(&api::Volume { spec: None, ..locked }, "a").waits_for_key);
     }
 
     /// Proves CSIN-HEALTH-10: the statuses of a node.

@@ -52,10 +52,14 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("quoin_node");
         let calls = Family::<Call, Counter>::default();
-        registry.register("calls", "CSI calls by method and gRPC code", calls.clone());
+        registry.register(
+            "calls",
+            "Calls of CSI and CSI-Addons by method and gRPC code",
+            calls.clone(),
+        );
         let durations =
             Family::<Method, Histogram>::new_with_constructor(duration as fn() -> Histogram);
-        let help = "Duration of CSI calls";
+        let help = "Duration of calls of CSI and CSI-Addons";
         registry.register_with_unit("call_duration", help, Unit::Seconds, durations.clone());
         let controller_up = Gauge::default();
         let help = "1 while the controller accepts the reports of this node";
@@ -84,7 +88,8 @@ impl Metrics {
     fn called(&self, path: &str, code: i32, began: Instant) {
         // Calls of methods that do not exist must not make new series.
         const UNIMPLEMENTED: i32 = 12;
-        let named = path.rsplit('/').next().filter(|_| path.starts_with("/csi.v1."));
+        let is_served = path.starts_with("/csi.v1.") || crate::addons::has(path);
+        let named = path.rsplit('/').next().filter(|_| is_served);
         let method = match named {
             Some(method) if code != UNIMPLEMENTED => method.to_owned(),
             _ => "other".to_owned(),
@@ -149,10 +154,12 @@ mod tests {
         metrics.called("/csi.v1.Node/NodeStageVolume", 9, Instant::now());
         metrics.called("/csi.v1.Node/Invented", 12, Instant::now());
         metrics.called("/elsewhere/Probe", 0, Instant::now());
+        metrics.called("/healer.HealerNode/NodeHealer", 5, Instant::now());
         let text = metrics.render();
         let staged = r#"quoin_node_calls_total{method="NodeStageVolume",code="9"} 1"#;
         assert!(text.contains(staged), "{text}");
         assert!(text.contains(r#"method="other",code="12"} 1"#), "{text}");
+        assert!(text.contains(r#"method="NodeHealer",code="5"} 1"#), "{text}");
         assert!(!text.contains("Invented") && !text.contains("Probe"), "{text}");
         assert!(text.contains("quoin_node_call_duration_seconds_count"), "{text}");
     }

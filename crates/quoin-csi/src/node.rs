@@ -2,6 +2,7 @@
 //! into codes.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use quoin_api::control as api;
 use quoin_api::csi::node_server::Node;
@@ -23,9 +24,14 @@ use crate::{NodeSide, Plugin, context, encryption, health, limits, topology};
 /// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
 
-const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
+/// Reason for which a process without the node serves none of its calls.
+pub(crate) const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
      or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
      printed why at its start";
+
+/// Longest wait for the controller's word of a volume whose health is asked for; without it, the node
+/// judges alone.
+const STANDING_MAX: Duration = Duration::from_secs(1);
 
 /// Capabilities of a node and the edition that brought each. VOLUME_MOUNT_GROUP is an option: an
 /// orchestrator with a group of its own for files leaves them alone where it is advertised.
@@ -364,10 +370,16 @@ impl Node for NodeService {
         limits::required("volume_id", &request.volume_id)?;
         let target = limits::optional_path("volume_publish_path", &request.volume_publish_path)?;
         let staging = limits::optional_path("staging_target_path", &request.staging_target_path)?;
-        let host = node.host.clone();
+        let (host, name) = (node.host.clone(), node.name.clone());
         run_to_completion("NodeGetVolumeHealth", async move {
             let volume_id = request.volume_id;
-            let found = host.health(&volume_id, staging.as_deref(), target.as_deref()).await;
+            let asked = tokio::time::timeout(STANDING_MAX, backend.find_volume(&volume_id)).await;
+            let standing = match &asked {
+                Ok(Ok(Some(volume))) => Some(health::standing(volume, &name)),
+                _ => None,
+            };
+            let (staging, target) = (staging.as_deref(), target.as_deref());
+            let found = host.health(&volume_id, staging, target, standing.as_ref()).await;
             let faults = match found.map_err(|error| from_node(&error))? {
                 Some(faults) => faults,
                 // Nothing of it is here: is there such a volume?

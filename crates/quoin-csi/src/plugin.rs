@@ -10,14 +10,17 @@ use quoin_api::csi::group_controller_server::GroupControllerServer;
 use quoin_api::csi::identity_server::IdentityServer;
 use quoin_api::csi::node_server::NodeServer;
 use quoin_api::csi::snapshot_metadata_server::SnapshotMetadataServer;
+use quoin_api::csi_addons::healer::healer_node_server::HealerNodeServer;
 use quoin_node::{Attacher, NodeHost};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::Status;
+use tonic::service::Routes;
 use tonic::transport::Server;
 
+use crate::addons::{self, HealerService};
 use crate::authority::Connection;
 use crate::backend::Backend;
 use crate::callers::Callers;
@@ -288,13 +291,40 @@ impl Plugin {
         }
     }
 
-    /// Serves on a socket until `shutdown` is true, then lets calls that are under way end. A
+    /// Serves CSI on a socket until `shutdown` is true, then lets calls that are under way end. A
     /// caller that only holds its connection open does not delay the end.
     ///
     /// # Errors
     /// If the transport fails.
     pub async fn serve(
         &self,
+        listener: UnixListener,
+        shutdown: watch::Receiver<bool>,
+    ) -> Result<(), tonic::transport::Error> {
+        let services = Routes::new(IdentityServer::new(IdentityService(self.clone())))
+            .add_service(ControllerServer::new(ControllerService(self.clone())))
+            .add_service(NodeServer::new(NodeService(self.clone())))
+            .add_service(GroupControllerServer::new(GroupService(self.clone())))
+            .add_service(SnapshotMetadataServer::new(MetadataService(self.clone())))
+            .add_service(HealerNodeServer::new(HealerService(self.clone())));
+        self.serve_routes(services, listener, shutdown).await
+    }
+
+    /// Serves CSI-Addons on a socket of its own, as [`Self::serve`] serves CSI.
+    ///
+    /// # Errors
+    /// If the transport fails.
+    pub async fn serve_addons(
+        &self,
+        listener: UnixListener,
+        shutdown: watch::Receiver<bool>,
+    ) -> Result<(), tonic::transport::Error> {
+        self.serve_routes(addons::services(self).into_routes(), listener, shutdown).await
+    }
+
+    async fn serve_routes(
+        &self,
+        services: Routes,
         listener: UnixListener,
         shutdown: watch::Receiver<bool>,
     ) -> Result<(), tonic::transport::Error> {
@@ -307,11 +337,7 @@ impl Plugin {
         let served = Server::builder()
             .layer(self.inner.metrics.clone())
             .layer(Deadlines::of(self.clone()))
-            .add_service(IdentityServer::new(IdentityService(self.clone())))
-            .add_service(ControllerServer::new(ControllerService(self.clone())))
-            .add_service(NodeServer::new(NodeService(self.clone())))
-            .add_service(GroupControllerServer::new(GroupService(self.clone())))
-            .add_service(SnapshotMetadataServer::new(MetadataService(self.clone())))
+            .add_routes(services)
             .serve_with_incoming_shutdown(connections, stopped(shutdown.clone()));
         tokio::select! {
             served = served => served,

@@ -1,4 +1,4 @@
-//! The `quoin node` process: the CSI socket, the reports of the node, renewal of its certificate.
+//! The `quoin node` process: the sockets of CSI and of CSI-Addons, the reports of the node, renewal of its certificate.
 //!
 //! The process is in this crate and not in `quoin-node`, because a face may depend on a role and
 //! not the other way round. It may be killed and started at any time: volumes are served by the
@@ -28,6 +28,9 @@ const REPORT_EVERY: Duration = Duration::from_secs(2);
 /// Reports between two questions for the addresses of the pools.
 const LEARN_POOLS_EVERY: u64 = 15;
 
+/// Name of the state directory in that of the identity.
+const STATE: &str = "volumes";
+
 /// Options of `quoin node`.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -37,6 +40,8 @@ pub struct Options {
     pub controller: String,
     /// `unix:///absolute/path.sock`, as in `CSI_ENDPOINT`.
     pub csi_endpoint: String,
+    /// The same of CSI-Addons, in another directory; `None`: CSI-Addons are not served.
+    pub csi_addons_endpoint: Option<String>,
     /// Services that are active.
     pub mode: Mode,
     /// Name of the plugin for orchestrators.
@@ -77,10 +82,11 @@ impl Options {
     ) -> Self {
         let (directory, run_directory) = (directory.into(), run_directory.into());
         Self {
-            state_directory: directory.join("volumes"),
+            state_directory: directory.join(STATE),
             identity_directory: directory,
             controller: controller.into(),
             csi_endpoint: csi_endpoint.into(),
+            csi_addons_endpoint: None,
             mode: Mode::ALL,
             driver_name: crate::DRIVER_NAME.to_owned(),
             attach_socket: run_directory.join("attach").join("attach.sock"),
@@ -126,6 +132,10 @@ pub enum Error {
 pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
     // Checks that need no other process come first.
     let socket_path = crate::parse_endpoint(&options.csi_endpoint)?;
+    let addons_path = match &options.csi_addons_endpoint {
+        Some(endpoint) => Some(crate::parse_addons_endpoint(endpoint, &socket_path)?),
+        None => None,
+    };
     let identity = Identity::load(&options.identity_directory)?;
     let channel = identity.controller(&options.controller)?;
     let attacher: Arc<dyn Attacher> = Arc::new(AttachProcess::new(&options.attach_socket));
@@ -162,6 +172,14 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     })?;
     let (listener, _socket) = crate::listen(&socket_path).await?;
     tracing::info!(node = name, socket = %socket_path.display(), mode = ?options.mode, "serving CSI");
+    let addons = match &addons_path {
+        Some(path) => {
+            let addons = crate::listen(path).await?;
+            tracing::info!(socket = %path.display(), "serving CSI-Addons");
+            Some(addons)
+        }
+        None => None,
+    };
 
     let report = NodeReport {
         node: name,
@@ -182,8 +200,17 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         options.metrics,
         shutdown.clone(),
     ));
+    let served = async {
+        let csi = plugin.serve(listener, shutdown.clone());
+        match addons {
+            Some((listener, _socket)) => {
+                tokio::try_join!(csi, plugin.serve_addons(listener, shutdown)).map(drop)
+            }
+            None => csi.await,
+        }
+    };
     let ended = tokio::select! {
-        served = plugin.serve(listener, shutdown) => served.map_err(Error::from),
+        served = served => served.map_err(Error::from),
         Some(why) = async { (&mut heartbeat).await.ok().flatten() } => Err(Error::Removed(why)),
     };
     renewal.abort();
@@ -246,6 +273,14 @@ async fn keep_reporting(
             _ = shutdown.wait_for(|stop| *stop) => return None,
         }
     }
+}
+
+/// Returns where the node whose directory this is has a volume staged; `None`: it has no record of that.
+///
+/// # Errors
+/// If there is a record and it cannot be read.
+pub fn staged_at(directory: &Path, volume: &str) -> Result<Option<PathBuf>, quoin_node::Error> {
+    quoin_node::staged_at(&directory.join(STATE), volume)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Error> {

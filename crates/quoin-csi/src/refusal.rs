@@ -50,6 +50,14 @@ pub fn internal(rpc: &str) -> Status {
     ))
 }
 
+/// Refuses by 2 where the tables of CSI-Addons have no row, and those of CSI have 13.
+pub fn unclassified(status: Status) -> Status {
+    match status.code() {
+        Code::Internal => Status::unknown(status.message()),
+        _ => status,
+    }
+}
+
 /// Refuses where secrets are demanded and those sent do not authenticate: 16.
 pub fn unauthenticated(why: impl Into<String>) -> Status {
     Status::unauthenticated(why)
@@ -132,6 +140,16 @@ pub fn not_in_force(waiting_for: &str) -> Status {
     Status::unavailable(format!(
         "the change is recorded and not in force yet: it waits for {waiting_for}; repeat the call"
     ))
+}
+
+/// Reports a controller that does not answer: 14.
+pub fn no_answer_in_time(time: Duration) -> Status {
+    Status::unavailable(format!("the control plane did not answer within {} s", time.as_secs()))
+}
+
+/// Refuses a volume that is not staged on this node: 5.
+pub fn not_at_any_path(volume_id: &str) -> Status {
+    Status::not_found(format!("volume {volume_id:?} is not staged on this node"))
 }
 
 /// Refuses to judge without evidence: 14. An empty answer would be taken for health.

@@ -1,6 +1,7 @@
 //! The CSI services over a control plane and devices of the tests. One program, so that it is
 //! linked once.
 
+mod addons;
 mod clones;
 mod common;
 
@@ -9,6 +10,7 @@ mod documents;
 mod encryption;
 mod errors;
 mod groups;
+mod healer;
 mod health;
 mod interrupted;
 mod metadata;

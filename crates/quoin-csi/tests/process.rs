@@ -10,6 +10,9 @@ use quoin_api::csi::controller_client::ControllerClient;
 use quoin_api::csi::identity_client::IdentityClient;
 use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::*;
+use quoin_api::csi_addons::identity::{
+    self, identity_client::IdentityClient as AddonsIdentityClient,
+};
 use quoin_csi::{Mode, Options};
 use quoin_identity::{Role, join, unix_channel};
 use tokio::sync::watch;
@@ -18,6 +21,7 @@ use tonic::Code;
 /// Proves CSI-SERVICES-01, CSI-SERVICES-02, CSI-OPS-01, CSI-SECURITY-04, CSI-SECURITY-05, CSI-CTRLPUBLISH-03,
 /// CSI-NODEINFO-05, CSI-PACKAGING-05: the face reaches a controller elsewhere over mutual TLS, and its node is known
 /// by its own reports.
+/// Proves ADDONS-IDENTITY-01, ADDONS-IDENTITY-09: of the process as it is run, on the socket of CSI-Addons.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_behind() {
     let root = tempfile::tempdir().unwrap();
@@ -36,7 +40,12 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     let socket = path("csi/csi.sock");
     let endpoint = format!("unix://{}", socket.display());
     let options = Options::new(path("node"), path("run"), address, endpoint);
-    let options = Options { mode: Mode::ALL, ..options };
+    let addons = path("addons/csi-addons.sock");
+    let options = Options {
+        mode: Mode::ALL,
+        csi_addons_endpoint: Some(format!("unix://{}", addons.display())),
+        ..options
+    };
     let (stop, stopped) = watch::channel(false);
     let process = tokio::spawn(quoin_csi::run(options, stopped));
     cluster.wait_for_nodes(1).await;
@@ -46,6 +55,10 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     let info = NodeClient::new(channel.clone()).node_get_info(NodeGetInfoRequest {}).await;
     assert_eq!(info.unwrap().into_inner().node_id, NODE, "the name in the certificate");
     let probe = IdentityClient::new(channel).probe(ProbeRequest {}).await;
+    assert_eq!(code(&probe), Code::FailedPrecondition, "no attach process runs");
+    assert!(probe.unwrap_err().message().contains("attach.sock"));
+    let mut identity = AddonsIdentityClient::new(unix_channel(&addons));
+    let probe = identity.probe(identity::ProbeRequest {}).await;
     assert_eq!(code(&probe), Code::FailedPrecondition, "no attach process runs");
     assert!(probe.unwrap_err().message().contains("attach.sock"));
 
@@ -77,11 +90,16 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     stop.send_replace(true);
     let ended = tokio::time::timeout(Duration::from_secs(30), process).await;
     ended.expect("the process ends").unwrap().unwrap();
-    assert_eq!(std::fs::read_dir(path("csi")).unwrap().count(), 0, "the socket is removed");
+    for directory in ["csi", "addons"] {
+        let left = std::fs::read_dir(path(directory)).unwrap().count();
+        assert_eq!(left, 0, "the socket in {directory} is removed");
+    }
     cluster.stop().await;
 }
 
 /// Proves CSI-SECURITY-02: of the node process, which serves on no TCP port.
+/// Proves ADDONS-IDENTITY-02: of a socket of CSI-Addons that breaks a rule; no variable names one
+/// (CSI-ENV-02).
 #[tokio::test]
 async fn wrong_options_end_the_process_with_their_reason() {
     let directory = tempfile::tempdir().unwrap();
@@ -97,6 +115,18 @@ async fn wrong_options_end_the_process_with_their_reason() {
         (good.as_str(), "node"),
     ] {
         let error = quoin_csi::run(options(endpoint), stopped.clone()).await.unwrap_err();
+        assert!(error.to_string().contains(word), "{error}");
+    }
+    let beside = format!("unix://{}/csi-addons.sock", directory.path().display());
+    for (addons, word) in [
+        ("", "--csi-addons-endpoint is not set"),
+        ("unix://addons.sock", "--csi-addons-endpoint is \"unix://addons.sock\""),
+        ("unix:///run/addons", ".sock"),
+        ("tcp://127.0.0.1:1", "unix://"),
+        (beside.as_str(), "another directory"),
+    ] {
+        let options = Options { csi_addons_endpoint: Some(addons.to_owned()), ..options(&good) };
+        let error = quoin_csi::run(options, stopped.clone()).await.unwrap_err();
         assert!(error.to_string().contains(word), "{error}");
     }
 }

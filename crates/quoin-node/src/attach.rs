@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use quoin_encryption::DataKey;
 use quoin_encryption::handing::{self, Refusal};
+use tokio::io::AsyncReadExt;
 
 use crate::error::Error;
 
@@ -115,9 +116,37 @@ pub async fn wait_for_socket(volume: &str, socket: &Path, deadline_ms: u64) -> R
     }
 }
 
+/// Returns whether whoever listens on `socket` takes connections and says nothing, as a process that was
+/// stopped. A target greets each client at once; one that is away is no case of this.
+pub async fn is_frozen(socket: &Path, deadline: Duration) -> bool {
+    let greeted = async {
+        let Ok(mut stream) = tokio::net::UnixStream::connect(socket).await else { return };
+        // The first byte is proof enough, and so is the end of the connection.
+        let _ = stream.read_u8().await;
+    };
+    tokio::time::timeout(deadline, greeted).await.is_err()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_listener_that_says_nothing_is_frozen_and_one_that_is_away_or_greets_is_not() {
+        use tokio::io::AsyncWriteExt;
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("v.sock");
+        let short = Duration::from_millis(50);
+        assert!(!is_frozen(&socket, short).await, "away");
+        let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        assert!(is_frozen(&socket, short).await);
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let _ = stream.write_all(b"NBDMAGIC").await;
+            }
+        });
+        assert!(!is_frozen(&socket, Duration::from_secs(30)).await);
+    }
 
     #[tokio::test]
     async fn a_target_that_never_listens_is_reported_with_its_socket() {

@@ -83,6 +83,10 @@ pub enum Error {
     ExternalJournal { volume: String },
     #[error("volume {volume} is empty and may only be read here; stage it writable once")]
     EmptyReadOnly { volume: String },
+    #[error(
+        "volume {volume} has no file system, and healing makes none; stage it again for a new one"
+    )]
+    NoFileSystem { volume: String },
     #[error("{tool} is not installed on this node; install {package} (searched in {looked})")]
     MissingTool { tool: &'static str, package: &'static str, looked: String },
     #[error(
@@ -172,6 +176,7 @@ impl Error {
             | Self::OtherContent { .. }
             | Self::ExternalJournal { .. }
             | Self::EmptyReadOnly { .. }
+            | Self::NoFileSystem { .. }
             | Self::ReadOnlyGrow { .. }
             | Self::GrowNotPermitted { .. }
             | Self::MissingTool { .. }
@@ -214,6 +219,7 @@ impl Error {
             | Self::OtherContent { .. }
             | Self::ExternalJournal { .. }
             | Self::EmptyReadOnly { .. }
+            | Self::NoFileSystem { .. }
             | Self::MissingTool { .. }
             | Self::ImageTooLarge { .. }
             | Self::Tool { .. }

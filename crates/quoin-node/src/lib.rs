@@ -19,6 +19,7 @@ mod device_reports;
 mod error;
 mod format;
 mod group;
+mod holders;
 mod host;
 mod mount;
 mod mountinfo;
@@ -33,7 +34,8 @@ pub use device_reports::{DeviceReports, DeviceUse, Reported};
 pub use error::{Error, Kind};
 pub use format::FileSystem;
 pub use host::{
-    FaultKind, HostOptions, NodeHost, PublishRequest, StageRequest, VolumeFault, VolumeStats,
+    FaultKind, HealRequest, Healed, HostOptions, NodeHost, PublishRequest, StageRequest, Standing,
+    VolumeFault, VolumeStats, staged_at,
 };
 pub use mount::parse_flags as parse_mount_flags;
 pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};

@@ -90,7 +90,13 @@ impl Records {
     /// If it cannot be made.
     pub fn open(directory: PathBuf) -> Result<Self, Error> {
         std::fs::create_dir_all(&directory).map_err(Error::io("creating", &directory))?;
-        Ok(Self { directory })
+        Ok(Self::within(directory))
+    }
+
+    /// Returns the records in a directory, which may not be there.
+    #[must_use]
+    pub fn within(directory: PathBuf) -> Self {
+        Self { directory }
     }
 
     /// Returns the record's path. A volume id is a file name only in the form that Quoin gives ids;

@@ -13,8 +13,8 @@ use quoin_api::control;
 use quoin_api::control::agent_client::AgentClient;
 use quoin_api::control::{
     AcquireEpochRequest, AgentEvent, GoesBy, NodeAssignment, ReplicaProgress,
-    SwapMembershipRequest, TargetReport, VolumeReport, WatchNodeRequest, acquire_epoch_response,
-    swap_membership_response,
+    SwapMembershipRequest, TargetReport, VolumeReport, WAITS_FOR_KEY, WatchNodeRequest,
+    acquire_epoch_response, swap_membership_response,
 };
 use quoin_attach::protocol::AttachVolume;
 use quoin_encryption::DataKey;
@@ -717,14 +717,17 @@ impl Control {
     ) {
         let epoch = status.epoch;
         let device = self.devices.state(id);
-        let locked = if self.waits_for_key(id) { WAITS_FOR_KEY } else { "" };
+        let locked = match self.waits_for_key(id) {
+            true => format!("{WAITS_FOR_KEY} {KEY_WAY_OUT}"),
+            false => String::new(),
+        };
         let mut request = tonic::Request::new(VolumeReport {
             volume_id: id.to_string(),
             node: self.options.node.clone(),
             epoch: epoch.0,
             state: state(status).into(),
             waiting_for: match status.waiting.as_str() {
-                "" => locked.to_owned(),
+                "" => locked,
                 reason => reason.to_owned(),
             },
             replicas: status
@@ -787,9 +790,8 @@ impl Control {
 
 type Keys = BTreeMap<VolumeId, DataKey>;
 
-/// Reason for which an encrypted volume without its key accepts no clients.
-const WAITS_FOR_KEY: &str = "its key (`quoin volume attach --key-file` on its node, or its CSI \
-     stage secret)";
+/// Way to the key, after [`WAITS_FOR_KEY`]: without it an encrypted volume accepts no clients.
+const KEY_WAY_OUT: &str = "(`quoin volume attach --key-file` on its node, or its CSI stage secret)";
 
 fn is_locked(id: VolumeId, assigned: &Assigned, keys: &Keys) -> bool {
     assigned.encryption.is_some() && !keys.contains_key(&id)

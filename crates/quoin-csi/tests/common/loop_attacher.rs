@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use quoin_node::{AttachRequest, Attacher, Error, Session};
@@ -15,6 +16,12 @@ pub struct LoopAttacher {
     pub is_silent: AtomicBool,
     /// Devices are not made, and their requests get no answer.
     pub is_stuck: AtomicBool,
+    /// Devices have no session.
+    pub is_cut_off: AtomicBool,
+    /// Every request is refused, as where no attach process runs.
+    pub is_away: AtomicBool,
+    /// Why all IO of the devices fails; `None`: they work.
+    pub dead: Mutex<Option<String>>,
 }
 
 impl LoopAttacher {
@@ -24,6 +31,9 @@ impl LoopAttacher {
             made: AtomicUsize::new(0),
             is_silent: AtomicBool::new(false),
             is_stuck: AtomicBool::new(false),
+            is_cut_off: AtomicBool::new(false),
+            is_away: AtomicBool::new(false),
+            dead: Mutex::default(),
         }
     }
 
@@ -91,6 +101,8 @@ impl Attacher for LoopAttacher {
     }
 
     async fn detach(&self, volume: &str) -> Result<(), Error> {
+        // The next device is of a new use.
+        *self.dead.lock().unwrap() = None;
         for _ in 0..100 {
             let Some(device) = self.find(volume) else { return Ok(()) };
             let _ = Command::new("losetup").arg("-d").arg(device).output();
@@ -109,6 +121,9 @@ impl Attacher for LoopAttacher {
     }
 
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error> {
+        if self.is_away.load(Ordering::Relaxed) {
+            return Err(Error::Attach("no attach process runs".to_owned()));
+        }
         Ok(self.find(volume))
     }
 
@@ -116,6 +131,12 @@ impl Attacher for LoopAttacher {
         if self.is_silent.load(Ordering::Relaxed) {
             std::future::pending::<()>().await;
         }
-        Ok(Session { device: self.find(volume), is_connected: true, dead: None })
+        let device = self.device(volume).await?;
+        let is_connected = !self.is_cut_off.load(Ordering::Relaxed);
+        Ok(Session { device, is_connected, dead: self.dead(volume).await? })
+    }
+
+    async fn dead(&self, _volume: &str) -> Result<Option<String>, Error> {
+        Ok(self.dead.lock().unwrap().clone())
     }
 }

@@ -41,6 +41,8 @@ pub struct World {
     pub controller: ControllerClient<Channel>,
     pub node: NodeClient<Channel>,
     pub channel: Channel,
+    /// To the socket of CSI-Addons.
+    pub addons: Channel,
     plugin_stop: watch::Sender<bool>,
     plugin: tokio::task::JoinHandle<()>,
 }
@@ -76,11 +78,13 @@ impl World {
         let stop = plugin_stop.subscribe();
         let plugin = start_plugin(root.path(), mode, callers, edition, true, &attacher, stop).await;
         let channel = unix_channel(&socket);
+        let addons = unix_channel(&root.path().join("addons/csi-addons.sock"));
         Self {
             identity: IdentityClient::new(channel.clone()),
             controller: ControllerClient::new(channel.clone()),
             node: NodeClient::new(channel.clone()),
             channel,
+            addons,
             root,
             cluster,
             attacher,
@@ -232,9 +236,12 @@ async fn start_plugin(
     })
     .unwrap();
     let (listener, socket) = quoin_csi::listen(&root.join("socket/csi.sock")).await.unwrap();
+    let (addons, addons_socket) =
+        quoin_csi::listen(&root.join("addons/csi-addons.sock")).await.unwrap();
     tokio::spawn(async move {
-        let _socket = socket;
-        plugin.serve(listener, stop).await.unwrap();
+        let _sockets = (socket, addons_socket);
+        let csi = plugin.serve(listener, stop.clone());
+        tokio::try_join!(csi, plugin.serve_addons(addons, stop)).unwrap();
     })
 }
 

@@ -1,8 +1,10 @@
 //! Faults of a volume on this host: one judgement for CSI's health, conditions and stats.
 //!
-//! It looks at the record, at the device and its session as the attach process has them, at the
-//! mounts as the kernel has them, and at the last failure of staging or publishing. It changes
-//! nothing, and it ends: what hangs is given up after a moment and is itself a finding.
+//! It looks at the record, at the device and its session as the attach process has them, at whether
+//! the target answers, at the mounts as the kernel has them, at the last failure of staging or
+//! publishing, and at what the controller says of the volume's use here, where it is known. It changes
+//! nothing, and it ends within two seconds: what hangs is given up after a moment and is itself a
+//! finding.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +13,7 @@ use std::time::Duration;
 
 use super::volume_stats::staged_read_only;
 use super::{NodeHost, is_of_device, publish};
-use crate::attach::Session;
+use crate::attach::{Session, is_frozen};
 use crate::error::{Error, Kind};
 use crate::mount;
 use crate::mountinfo::{self, Mount};
@@ -25,11 +27,14 @@ const FAILURES_MAX: usize = 1024;
 /// A kind of finding, the worst first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FaultKind {
+    NotPublishedHere,
+    BecameCopy,
     StagingFailed,
     PublishingFailed,
     AttachProcessAway,
     DeviceMissing,
     DeviceDead,
+    KeyMissing,
     SessionLost,
     MountMissing,
     MountHangs,
@@ -39,11 +44,14 @@ pub enum FaultKind {
 impl FaultKind {
     /// Every kind.
     pub const ALL: &[Self] = &[
+        Self::NotPublishedHere,
+        Self::BecameCopy,
         Self::StagingFailed,
         Self::PublishingFailed,
         Self::AttachProcessAway,
         Self::DeviceMissing,
         Self::DeviceDead,
+        Self::KeyMissing,
         Self::SessionLost,
         Self::MountMissing,
         Self::MountHangs,
@@ -54,11 +62,14 @@ impl FaultKind {
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
+            Self::NotPublishedHere => "NotPublishedHere",
+            Self::BecameCopy => "BecameCopy",
             Self::StagingFailed => "StagingFailed",
             Self::PublishingFailed => "PublishingFailed",
             Self::AttachProcessAway => "AttachProcessAway",
             Self::DeviceMissing => "DeviceMissing",
             Self::DeviceDead => "DeviceDead",
+            Self::KeyMissing => "KeyMissing",
             Self::SessionLost => "SessionLost",
             Self::MountMissing => "MountMissing",
             Self::MountHangs => "MountHangs",
@@ -78,6 +89,21 @@ impl FaultKind {
 pub struct VolumeFault {
     pub kind: FaultKind,
     pub message: String,
+}
+
+/// Word of the controller on the use of a volume on this host.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// The volume is published to this host.
+    pub is_published: bool,
+    /// Its role in a mirror, where it is a copy of another cluster's volume.
+    pub copy: Option<String>,
+    /// Its target has no key of it.
+    pub waits_for_key: bool,
+    /// Another host is to replay the journal of its file system first, or this one was late with that.
+    pub replay_is_due: bool,
+    pub size_bytes: u64,
+    pub block_size: u32,
 }
 
 /// Failures of steps.
@@ -119,7 +145,8 @@ impl Troubles {
 
 impl NodeHost {
     /// Judges a volume of this host; `None`: it is not here, and nothing of it has failed here. The
-    /// paths are those at which the caller expects it, where it expects any.
+    /// paths are those at which the caller expects it, where it expects any; `standing` is `None` where
+    /// the controller does not answer or was not asked.
     ///
     /// # Errors
     /// If its record cannot be read.
@@ -128,6 +155,7 @@ impl NodeHost {
         volume: &str,
         staging_path: Option<&Path>,
         target: Option<&Path>,
+        standing: Option<&Standing>,
     ) -> Result<Option<Vec<VolumeFault>>, Error> {
         let failure = self.troubles.of(volume);
         let record = self.records.load(volume)?;
@@ -138,15 +166,32 @@ impl NodeHost {
         };
         let mut faults: Vec<VolumeFault> = failure.into_iter().collect();
         let mut say = |kind, message| faults.push(VolumeFault { kind, message });
+        if let Some(standing) = standing {
+            say_standing(standing, &mut say);
+        }
         if !staging.complete {
             say(
                 FaultKind::StagingFailed,
                 format!("staging at {} is not complete", staging.path.display()),
             );
         } else {
-            match tokio::time::timeout(ANSWER_MAX, self.attacher.session(volume)).await {
+            let measured = async {
+                match staging.access {
+                    Access::Mount { .. } => self.measure(volume, &staging.path).await.map(drop),
+                    Access::Block => Ok(()),
+                }
+            };
+            let socket = self.nbd_socket(volume);
+            // At once, so that all of it takes no longer than the slowest.
+            let (session, is_frozen, measured) = tokio::join!(
+                tokio::time::timeout(ANSWER_MAX, self.attacher.session(volume)),
+                is_frozen(&socket, ANSWER_MAX),
+                measured
+            );
+            match session {
                 Ok(Ok(session)) => {
-                    say_session(&session, &mut say);
+                    let waits_for_key = standing.is_some_and(|standing| standing.waits_for_key);
+                    say_session(&session, is_frozen, waits_for_key, &mut say);
                     let mounts = mountinfo::read()?;
                     say_mounts(&record, &staging, session.device.as_deref(), &mounts, &mut say);
                     let paths = [(staging_path, Some(&staging.path)), (target, None)].into_iter();
@@ -166,8 +211,7 @@ impl NodeHost {
                     format!("the attach process did not answer within {ANSWER_MAX:?}"),
                 ),
             }
-            if let Access::Mount { .. } = staging.access
-                && let Err(error) = self.measure(volume, &staging.path).await
+            if let Err(error) = measured
                 && error.kind() == Kind::Unavailable
             {
                 say(FaultKind::MountHangs, error.to_string());
@@ -188,12 +232,44 @@ impl NodeHost {
     }
 }
 
-fn say_session(session: &Session, say: &mut impl FnMut(FaultKind, String)) {
+fn say_standing(standing: &Standing, say: &mut impl FnMut(FaultKind, String)) {
+    if let Some(role) = &standing.copy {
+        let message = format!(
+            "it is a copy of another cluster's volume now ({role}): use it there, or promote this one"
+        );
+        say(FaultKind::BecameCopy, message);
+    }
+    if !standing.is_published {
+        let message = "it is not published to this node any more: its orchestrator publishes it \
+                       again, or unpublishes and unstages it here";
+        say(FaultKind::NotPublishedHere, message.to_owned());
+    }
+}
+
+fn say_session(
+    session: &Session,
+    is_frozen: bool,
+    waits_for_key: bool,
+    say: &mut impl FnMut(FaultKind, String),
+) {
     match &session.device {
         None => say(FaultKind::DeviceMissing, "its block device is gone".to_owned()),
+        Some(_) if !session.is_connected && waits_for_key => say(
+            FaultKind::KeyMissing,
+            "its target has no key of it, so its IO waits; send the secret \"encryptionKey\" with \
+             this call, or stage it again with it"
+                .to_owned(),
+        ),
         Some(device) if !session.is_connected => say(
             FaultKind::SessionLost,
             format!("{} has no session with the target; its IO waits", device.display()),
+        ),
+        Some(device) if is_frozen => say(
+            FaultKind::SessionLost,
+            format!(
+                "the target of {} takes connections and does not answer; its IO waits",
+                device.display()
+            ),
         ),
         Some(_) => {}
     }
@@ -216,19 +292,13 @@ fn say_mounts(
         match mount {
             None => say(FaultKind::MountMissing, format!("its mount at {path} is gone")),
             // The kernel makes a file system read-only on errors.
-            Some(mount)
-                if !staging.read_only
-                    && mount.super_options.iter().any(|option| option == "ro")
-                    && !staged_read_only(&staging.access) =>
-            {
-                say(
-                    FaultKind::TurnedReadOnly,
-                    format!(
-                        "the file system at {path} has become read-only after an error; see the \
-                         kernel log"
-                    ),
-                );
-            }
+            Some(_) if turned_read_only(staging, mounts) => say(
+                FaultKind::TurnedReadOnly,
+                format!(
+                    "the file system at {path} has become read-only after an error; see the kernel \
+                     log"
+                ),
+            ),
             Some(_) => {}
         }
     }
@@ -238,6 +308,20 @@ fn say_mounts(
             say(FaultKind::MountMissing, format!("its mount at {target} is gone"));
         }
     }
+}
+
+/// Returns whether the file system that is mounted at the staging path takes no writes, and was to take
+/// them.
+pub(super) fn turned_read_only(staging: &Staging, mounts: &[Mount]) -> bool {
+    let was_to = !staging.read_only && !staged_read_only(&staging.access);
+    was_to && mountinfo::at(mounts, &staging.path).is_some_and(is_stopped)
+}
+
+/// Returns whether a file system takes no writes. Newer kernels leave an ext4 writable by its flags after
+/// an error, and say so in words of their own.
+fn is_stopped(mount: &Mount) -> bool {
+    const WORDS: [&str; 3] = ["ro", "emergency_ro", "shutdown"];
+    mount.super_options.iter().any(|option| WORDS.contains(&option.as_str()))
 }
 
 /// Joins the findings of a kind; the worst kind first.
@@ -301,9 +385,39 @@ mod tests {
             is_connected: false,
             dead: Some("served by h2".into()),
         };
-        say_session(&session, &mut |kind, message| found.push((kind, message)));
+        say_session(&session, false, false, &mut |kind, message| found.push((kind, message)));
         let kinds: Vec<_> = found.iter().map(|(kind, _)| *kind).collect();
         assert_eq!(kinds, [FaultKind::SessionLost, FaultKind::DeviceDead]);
         assert!(found[0].1.contains("/dev/loop7"));
+    }
+
+    #[test]
+    fn a_target_that_does_not_answer_is_a_finding_and_one_without_its_key_another() {
+        let kinds = |session: Session, is_frozen, waits_for_key| {
+            let mut found = Vec::new();
+            say_session(&session, is_frozen, waits_for_key, &mut |kind, _| found.push(kind));
+            found
+        };
+        let session =
+            |is_connected| Session { device: Some("/dev/loop7".into()), is_connected, dead: None };
+        assert_eq!(kinds(session(true), true, false), [FaultKind::SessionLost]);
+        assert_eq!(kinds(session(true), false, true), [], "the attach process has handed it");
+        assert_eq!(kinds(session(false), false, true), [FaultKind::KeyMissing]);
+        let none = Session::default();
+        assert_eq!(kinds(none, true, true), [FaultKind::DeviceMissing]);
+    }
+
+    #[test]
+    fn what_the_controller_says_of_the_use_here_is_a_finding() {
+        let kinds = |standing: &Standing| {
+            let mut found = Vec::new();
+            say_standing(standing, &mut |kind, _| found.push(kind));
+            found
+        };
+        let used = Standing { is_published: true, ..Standing::default() };
+        assert_eq!(kinds(&used), []);
+        assert_eq!(kinds(&Standing::default()), [FaultKind::NotPublishedHere]);
+        let copy = Standing { copy: Some("secondary".into()), ..used };
+        assert_eq!(kinds(&copy), [FaultKind::BecameCopy]);
     }
 }

@@ -6,6 +6,7 @@
 //! process, and continues from there. A staging that is refused takes back what it made, as its
 //! caller may never call again. Callers ensure that there is one call a volume at a time.
 
+mod heal;
 mod health;
 mod paths;
 mod publish;
@@ -17,7 +18,8 @@ mod volume_stats;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use health::{FaultKind, VolumeFault};
+pub use heal::{HealRequest, Healed};
+pub use health::{FaultKind, Standing, VolumeFault};
 use paths::{existing_directory, foreign, resolve};
 pub use publish::PublishRequest;
 pub use volume_stats::VolumeStats;
@@ -34,6 +36,8 @@ use crate::records::{Access, Record, Records, Staging};
 use crate::tools::Tools;
 use crate::{allocation, device, mount, superblock};
 
+/// Directory of the records, below that of the state.
+const RECORDS: &str = "volumes";
 /// Directory of the sockets of targets, below that of what runs.
 const SOCKETS: &str = "nbd";
 
@@ -84,6 +88,8 @@ enum Purpose {
     Use,
     /// [`NodeHost::replay`]: no file system is made, and it is mounted writable to grow alone.
     Replay,
+    /// [`NodeHost::heal`]: no file system is made.
+    Heal,
 }
 
 impl NodeHost {
@@ -104,7 +110,7 @@ impl NodeHost {
         attacher: Arc<dyn Attacher>,
         tools: Tools,
     ) -> Result<Self, Error> {
-        let records = Records::open(options.state_directory.join("volumes"))?;
+        let records = Records::open(options.state_directory.join(RECORDS))?;
         Ok(Self {
             options,
             records,
@@ -311,7 +317,7 @@ impl NodeHost {
         purpose: Purpose,
     ) -> Option<Result<Image, Error>> {
         let Access::Mount { file_system, .. } = &request.access else { return None };
-        if request.read_only || purpose == Purpose::Replay {
+        if request.read_only || purpose != Purpose::Use {
             return None;
         }
         let (socket, size_bytes) = (self.nbd_socket(&request.volume), request.size_bytes);
@@ -384,6 +390,9 @@ impl NodeHost {
         };
         match &content {
             Content::Blank | Content::Interrupted => {
+                if purpose == Purpose::Heal {
+                    return Err(Error::NoFileSystem { volume: volume.clone() });
+                }
                 if request.read_only || purpose == Purpose::Replay {
                     return Err(Error::EmptyReadOnly { volume: volume.clone() });
                 }
@@ -617,6 +626,15 @@ impl NodeHost {
         self.steps_left.fetch_sub(1, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// Returns where the host with this state directory has a volume staged, by its record.
+///
+/// # Errors
+/// If there is a record and it cannot be read.
+pub fn staged_at(state_directory: &Path, volume: &str) -> Result<Option<PathBuf>, Error> {
+    let record = Records::within(state_directory.join(RECORDS)).load(volume)?;
+    Ok(record.and_then(|record| record.staging).map(|staging| staging.path))
 }
 
 /// Returns whether a mount is of the file system on that device.

@@ -94,27 +94,37 @@ impl NodeHost {
         check_target(&target, &request.access, &mounts)?;
 
         record.publications.retain(|present| present.target != target);
-        record.publications.push(wanted);
+        record.publications.push(wanted.clone());
         self.step("writing the record")?;
         self.records.save(&record)?;
+        self.bind_publication(volume, &staging, &wanted, &device).await?;
+        self.step("giving it to its group")?;
+        self.give_to_group(request, &staging, &target).await
+    }
+
+    /// Makes the target, and binds the staging path or the device to it.
+    pub(super) async fn bind_publication(
+        &self,
+        volume: &str,
+        staging: &Staging,
+        publication: &Publication,
+        device: &Path,
+    ) -> Result<(), Error> {
+        let Publication { target, access, read_only, .. } = publication.clone();
         self.step("making the target")?;
-        make_target(&target, &request.access)?;
+        make_target(&target, &access)?;
         self.step("binding")?;
-        let is_block = request.access == Access::Block;
-        let source = if is_block { device } else { staging.path.clone() };
-        let read_only = request.read_only;
+        let is_block = access == Access::Block;
+        let source = if is_block { device.to_owned() } else { staging.path.clone() };
         let device_read_only = read_only || staging.read_only;
-        let bound = target.clone();
         self.calls
             .change(volume, "binding its target", move |thread| {
                 if is_block {
                     device::set_read_only(thread, &source, device_read_only)?;
                 }
-                mount::bind(thread, &source, &bound, read_only)
+                mount::bind(thread, &source, &target, read_only)
             })
-            .await?;
-        self.step("giving it to its group")?;
-        self.give_to_group(request, &staging, &target).await
+            .await
     }
 
     /// Gives the root directory of a writable file system to the group that the request names.
@@ -182,6 +192,14 @@ impl NodeHost {
             self.records.save(&record)?;
         }
         Ok(removed)
+    }
+
+    /// Checks that the records have the volume staged or published at exactly this path.
+    ///
+    /// # Errors
+    /// [`Error::NotPresent`] if it is not, or its record cannot be read.
+    pub fn check_place(&self, volume: &str, path: &Path) -> Result<(), Error> {
+        self.path_use(volume, path).map(drop)
     }
 
     /// Returns the publication or staging of the volume at exactly this path.

@@ -64,7 +64,7 @@ impl NodeHost {
 
     /// Returns what is wrong with a volume, in words.
     async fn abnormal(&self, volume: &str) -> Result<Option<String>, Error> {
-        let faults = self.health(volume, None, None).await?.unwrap_or_default();
+        let faults = self.health(volume, None, None, None).await?.unwrap_or_default();
         let texts: Vec<_> = faults
             .iter()
             .map(|fault| format!("{}: {}", fault.kind.as_str(), fault.message))

@@ -126,6 +126,9 @@ impl Layout {
     pub fn csi_socket(&self) -> PathBuf {
         self.run().join("csi/csi.sock")
     }
+    pub fn csi_addons_socket(&self) -> PathBuf {
+        self.run().join("csi-addons/csi-addons.sock")
+    }
     /// Which process runs under which pid, for people and for the demo.
     pub fn processes(&self) -> PathBuf {
         self.run().join("processes.json")

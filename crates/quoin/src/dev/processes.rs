@@ -183,6 +183,7 @@ pub fn node(
         ("--run", path(&layout.run())),
         ("--controller", settings.controller.listen.to_string()),
         ("--csi-endpoint", format!("unix://{}", layout.csi_socket().display())),
+        ("--csi-addons-endpoint", format!("unix://{}", layout.csi_addons_socket().display())),
         ("--csi-edition", csi_edition.to_string()),
     ];
     if let Attaching::No { .. } = attaching {

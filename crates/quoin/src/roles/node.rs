@@ -20,6 +20,10 @@ pub struct NodeOptions {
     /// Where CSI is served.
     #[arg(long, env = "CSI_ENDPOINT", value_name = "unix:///PATH.sock")]
     csi_endpoint: String,
+    /// Where CSI-Addons are served (healer, fencing, replication and others, see docs/csi-addons.md): a
+    /// socket in another directory than that of CSI. Without it they are not served.
+    #[arg(long, value_name = "unix:///PATH.sock")]
+    csi_addons_endpoint: Option<String>,
     /// Which CSI services do their work: all, controller or node.
     #[arg(long, default_value = "all")]
     mode: Mode,
@@ -59,6 +63,7 @@ pub fn run(options: NodeOptions) -> Result<()> {
         let controller = options.member.controller;
         let mut node =
             quoin_csi::Options::new(options.state, options.run, controller, options.csi_endpoint);
+        node.csi_addons_endpoint = options.csi_addons_endpoint;
         node.metrics = metrics;
         node.mode = options.mode;
         node.driver_name = options.driver_name;

@@ -1,0 +1,153 @@
+//! CSI-Addons: the services beside CSI that sidecars call on a socket of their own.
+//!
+//! [`services`] is the one place where each is registered, with the capabilities that its process
+//! tells of it. A service is registered in every mode and answers 12 in one that it is not of, before any
+//! argument is read. All else is as on the socket of CSI: callers, secrets, limits, one call a
+//! volume at a time, deadlines. One rule differs: a failure that no table has is 2, not 13 ([`run`]).
+
+mod healer;
+mod identity;
+
+use std::convert::Infallible;
+use std::future::Future;
+
+use quoin_api::csi_addons::healer::healer_node_server::HealerNodeServer;
+use quoin_api::csi_addons::identity::capability::{Service as ServiceOf, Type, service};
+use quoin_api::csi_addons::identity::identity_server::IdentityServer;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::server::NamedService;
+use tonic::service::Routes;
+use tower::Service;
+
+pub(crate) use healer::HealerService;
+use identity::IdentityService;
+
+use crate::in_flight::run_to_completion;
+use crate::plugin::Mode;
+use crate::{Plugin, refusal};
+
+/// The packages of the interface.
+const PACKAGES: &[&str] = &[
+    "encryptionkeyrotation",
+    "fence",
+    "healer",
+    "identity",
+    "reclaimspace",
+    "replication",
+    "volumegroup",
+];
+
+/// Side of a driver that a service belongs to.
+#[derive(Clone, Copy)]
+pub(crate) enum Side {
+    #[allow(dead_code)]
+    Controller,
+    Node,
+}
+
+impl Side {
+    fn is_of(self, mode: Mode) -> bool {
+        match self {
+            Self::Controller => mode.controller,
+            Self::Node => mode.node,
+        }
+    }
+}
+
+/// Returns all services of the socket.
+pub(crate) fn services(plugin: &Plugin) -> Services {
+    let own = || plugin.clone();
+    Services::of(plugin)
+        // No capability stands for the healer.
+        .serve(HealerNodeServer::new(HealerService(own())), Side::Node, &[])
+}
+
+/// The services of one process, and what it tells of them.
+pub(crate) struct Services {
+    plugin: Plugin,
+    routes: Routes,
+    capabilities: Vec<Type>,
+}
+
+impl Services {
+    fn of(plugin: &Plugin) -> Self {
+        let kinds = [
+            (Side::Controller, service::Type::ControllerService),
+            (Side::Node, service::Type::NodeService),
+        ];
+        let of_mode = kinds.into_iter().filter(|(side, _)| side.is_of(plugin.mode()));
+        let told = of_mode.map(|(_, kind)| Type::Service(ServiceOf { r#type: kind.into() }));
+        Self { plugin: plugin.clone(), capabilities: told.collect(), routes: Routes::default() }
+    }
+
+    /// Adds a service, and its capabilities where the process has its side.
+    fn serve<S>(mut self, service: S, side: Side, capabilities: &[Type]) -> Self
+    where
+        S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+            + NamedService
+            + Clone
+            + Send
+            + Sync
+            + 'static,
+        S::Future: Send + 'static,
+    {
+        self.routes = self.routes.add_service(service);
+        if side.is_of(self.plugin.mode()) {
+            self.capabilities.extend_from_slice(capabilities);
+        }
+        self
+    }
+
+    /// Adds the Identity service, which tells of all others.
+    pub fn into_routes(self) -> Routes {
+        let Self { plugin, routes, capabilities } = self;
+        routes.add_service(IdentityServer::new(IdentityService { plugin, capabilities }))
+    }
+}
+
+/// Returns whether the path of a call is one of CSI-Addons.
+pub(crate) fn has(path: &str) -> bool {
+    let package = path.strip_prefix('/').and_then(|path| path.split_once('.'));
+    package.is_some_and(|(package, _)| PACKAGES.contains(&package))
+}
+
+/// Runs a call to its end, as [`run_to_completion`] does. A failure that fits no row of the
+/// interface's tables is 2.
+///
+/// # Errors
+/// The call's own; 2 if it panicked.
+pub(crate) async fn run<T: Send + 'static>(
+    rpc: &'static str,
+    call: impl Future<Output = Result<T, Status>> + Send + 'static,
+) -> Result<T, Status> {
+    run_to_completion(rpc, call).await.map_err(refusal::unclassified)
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+
+    /// Proves HEAL-ERR-08, ADDONS-IDENTITY-11: of every call that goes by `run`.
+    #[tokio::test]
+    async fn a_failure_of_no_table_is_unknown_and_tells_where_to_look() {
+        let panicked = run::<()>("Test", async { panic!("inner detail") }).await.unwrap_err();
+        assert_eq!(panicked.code(), Code::Unknown);
+        assert!(panicked.message().contains("the log"), "{panicked}");
+        assert!(!panicked.message().contains("inner detail"));
+        for code in [Code::Unavailable, Code::DeadlineExceeded, Code::NotFound, Code::Aborted] {
+            let kept = run::<()>("Test", async move { Err(Status::new(code, "why")) }).await;
+            assert_eq!(kept.unwrap_err().code(), code);
+        }
+    }
+
+    #[test]
+    fn paths_of_calls_are_told_from_those_of_csi_and_of_strangers() {
+        assert!(has("/healer.HealerNode/NodeHealer") && has("/identity.Identity/Probe"));
+        for other in ["/csi.v1.Identity/Probe", "/Identity/Probe", "identity.Identity/Probe", ""] {
+            assert!(!has(other), "{other}");
+        }
+    }
+}

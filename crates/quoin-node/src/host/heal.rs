@@ -1,0 +1,516 @@
+//! Healing of a staged volume: judged, healed once, judged again.
+//!
+//! First whatever comes back by itself is waited for: the attach process, which its supervisor starts again,
+//! and the target. Then at most one repair is made, by the place of the damage: the publications are bound
+//! again; or the file system is mounted anew, checked as before any mount; or the device too is made
+//! anew. A record is written before each of these, as in staging, so that a kill after any step is
+//! safe.
+//!
+//! Promises: nothing is discarded and no file system is made; nothing that a process uses is taken from
+//! it, and no mount is taken away lazily; no process is ended; no volume is published to this host,
+//! and no device is made for one that is not; devices of other hosts that share the volume are left
+//! alone.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use quoin_encryption::DataKey;
+use tokio::time::Instant;
+
+use super::health::{FaultKind, Standing, VolumeFault, turned_read_only};
+use super::paths::{check_target, foreign};
+use super::{NodeHost, Purpose, SOCKETS, StageRequest, is_of_device, publish};
+use crate::attach::{hand_key, is_frozen, wait_for_socket};
+use crate::error::{Error, Kind};
+use crate::holders::{self, Use};
+use crate::mountinfo::{self, Mount};
+use crate::records::{Access, Publication, Record, Staging};
+use crate::{device, mount};
+
+/// Longest time of a heal, of all its waits together.
+const HEAL_MAX: Duration = Duration::from_secs(30);
+/// Longest wait for an attach process that its supervisor starts again, and for a key to be taken.
+const PROCESS_MAX: Duration = Duration::from_secs(10);
+/// Longest wait for a target.
+const TARGET_MAX: Duration = Duration::from_secs(15);
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Answers of the attach process and of the target that are waited for in one look.
+const ANSWER_MAX: Duration = Duration::from_secs(1);
+/// Looks for a user, a tenth of a second apart: a program that was just started has the files of its
+/// parent for a moment.
+const USER_LOOKS: usize = 5;
+
+/// A volume to be healed.
+#[derive(Debug, Clone)]
+pub struct HealRequest {
+    pub volume: String,
+    /// `None`: the controller does not answer, so no device can be made.
+    pub standing: Option<Standing>,
+    /// Key of an encrypted volume; in no record.
+    pub key: Option<DataKey>,
+}
+
+/// State of a volume after a heal.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Healed {
+    /// The faults that are left, the worst first.
+    pub faults: Vec<VolumeFault>,
+    /// Steps that were made.
+    pub did: Vec<&'static str>,
+    /// Why no more was done, with the way out.
+    pub why_not: Option<String>,
+}
+
+/// A repair that was not made, or not to its end.
+enum Stop {
+    /// No fault of the host: in words, with the way out.
+    Not(String),
+    Failed(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl NodeHost {
+    /// Heals a volume of this host as far as that is possible. `None`: it is not here.
+    ///
+    /// # Errors
+    /// [`Error::WrongKey`], or if its record cannot be read. A heal that fails otherwise is told in the
+    /// answer.
+    pub async fn heal(&self, request: &HealRequest) -> Result<Option<Healed>, Error> {
+        let standing = request.standing.as_ref();
+        let judge = || self.health(&request.volume, None, None, standing);
+        let Some(faults) = judge().await? else { return Ok(None) };
+        if faults.is_empty() {
+            return Ok(Some(Healed::default()));
+        }
+        let mut did = Vec::new();
+        let healing = self.heal_steps(request, faults, &mut did);
+        let healing = tokio::time::timeout(HEAL_MAX, healing);
+        let outcome = self.steps.reported(&request.volume, "healing", healing).await;
+        let why_not = match outcome {
+            Ok(Ok(())) => None,
+            Ok(Err(Stop::Not(why))) => Some(why),
+            Ok(Err(Stop::Failed(error))) if error.kind() == Kind::Unauthenticated => {
+                return Err(error);
+            }
+            Ok(Err(Stop::Failed(error))) => Some(error.to_string()),
+            Err(_) => Some(format!(
+                "healing has not ended within {} s; call again, it goes on where it was",
+                HEAL_MAX.as_secs()
+            )),
+        };
+        let faults = judge().await?.unwrap_or_default();
+        Ok(Some(Healed { faults, did, why_not }))
+    }
+
+    async fn heal_steps(
+        &self,
+        request: &HealRequest,
+        faults: Vec<VolumeFault>,
+        did: &mut Vec<&'static str>,
+    ) -> Result<(), Stop> {
+        let has = |kind| faults.iter().any(|fault: &VolumeFault| fault.kind == kind);
+        // Neither is this host's to change.
+        if has(FaultKind::BecameCopy) || has(FaultKind::NotPublishedHere) {
+            return Err(Stop::Not("that is not this node's to change".to_owned()));
+        }
+        let volume = &request.volume;
+        if has(FaultKind::AttachProcessAway) {
+            self.step("waiting for the attach process")?;
+            self.wait_for_attach_process(volume).await?;
+            did.push("waited for the attach process");
+        }
+        let session = self.attacher.session(volume).await?;
+        if session.device.is_some() && session.dead.is_none() {
+            let waits_for_key = request.standing.as_ref().is_some_and(|one| one.waits_for_key);
+            if let Some(key) = request.key.as_ref().filter(|_| waits_for_key) {
+                self.step("handing the key to the target")?;
+                self.hand(volume, key, PROCESS_MAX).await?;
+                did.push("handed its key to the target");
+            }
+            if !self.answers(volume).await {
+                self.step("waiting for the target")?;
+                self.wait_for_target(volume).await?;
+                did.push("waited for the target");
+            }
+        }
+        self.repair(request, did).await
+    }
+
+    async fn wait_for_attach_process(&self, volume: &str) -> Result<(), Stop> {
+        let until = Instant::now() + PROCESS_MAX;
+        loop {
+            let asked = tokio::time::timeout(ANSWER_MAX, self.attacher.session(volume)).await;
+            match asked {
+                Ok(Ok(_)) => return Ok(()),
+                _ if Instant::now() < until => tokio::time::sleep(LOOK_EVERY).await,
+                _ => {
+                    let waited_s = PROCESS_MAX.as_secs();
+                    return Err(Stop::Not(format!(
+                        "the attach process is not back within {waited_s} s; start `quoin attach` \
+                         on this node"
+                    )));
+                }
+            }
+        }
+    }
+
+    /// Returns whether IO of the volume's device gets to the target, as far as the session tells.
+    async fn answers(&self, volume: &str) -> bool {
+        let socket = self.nbd_socket(volume);
+        let (session, is_frozen) = tokio::join!(
+            tokio::time::timeout(ANSWER_MAX, self.attacher.session(volume)),
+            is_frozen(&socket, ANSWER_MAX)
+        );
+        matches!(session, Ok(Ok(session)) if session.is_connected) && !is_frozen
+    }
+
+    async fn wait_for_target(&self, volume: &str) -> Result<(), Stop> {
+        let until = Instant::now() + TARGET_MAX;
+        while !self.answers(volume).await {
+            if Instant::now() >= until {
+                let waited_s = TARGET_MAX.as_secs();
+                return Err(Stop::Not(format!(
+                    "its target was waited for {waited_s} s, and its IO goes on by itself once the \
+                     target is back; `quoin volume doctor` says what that waits for"
+                )));
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+        Ok(())
+    }
+
+    async fn hand(&self, volume: &str, key: &DataKey, within: Duration) -> Result<(), Error> {
+        let sockets = self.options.run_directory.join(SOCKETS);
+        let within_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
+        hand_key(volume, &sockets, key, within_ms).await
+    }
+
+    /// Makes the one repair that the state of the volume asks for.
+    async fn repair(&self, request: &HealRequest, did: &mut Vec<&'static str>) -> Result<(), Stop> {
+        let volume = &request.volume;
+        let Some(record) = self.records.load(volume)? else { return Ok(()) };
+        let Some(staging) = record.staging.clone() else { return Ok(()) };
+        let session = self.attacher.session(volume).await?;
+        let device = session.device.filter(|_| session.dead.is_none());
+        let is_dead = session.dead.is_some();
+        let mounts = mountinfo::read()?;
+        let is_live = match (&staging.access, &device) {
+            (_, None) => false,
+            (Access::Block, Some(_)) => staging.complete,
+            (Access::Mount { .. }, Some(device)) => {
+                staging.complete
+                    && mountinfo::at(&mounts, &staging.path)
+                        .is_some_and(|present| is_of_device(present, device))
+                    && !turned_read_only(&staging, &mounts)
+            }
+        };
+        if is_live && let Some(device) = &device {
+            return self.bind_again(&record, &staging, device, did).await;
+        }
+        if device.is_none() {
+            Self::may_make_device(request, &staging)?;
+        }
+        self.take_down(&record, &staging, device.as_deref(), did).await?;
+        if is_dead {
+            self.step("removing the dead device")?;
+            self.attacher.detach(volume).await?;
+        }
+        let device = self.stage_again(request, &staging, device, did).await?;
+        let record = self.records.load(volume)?.unwrap_or(record);
+        self.bind_again(&record, &staging, &device, did).await
+    }
+
+    /// Checks that the controller wants a device of the volume on this host.
+    fn may_make_device(request: &HealRequest, staging: &Staging) -> Result<(), Stop> {
+        let Some(standing) = &request.standing else {
+            return Err(Stop::Not(
+                "its device has to be made anew, and the controller, which says for whom, does not \
+                 answer; call again when it does"
+                    .to_owned(),
+            ));
+        };
+        if standing.replay_is_due && staging.access != Access::Block {
+            return Err(Stop::Not(
+                "the journal of its file system is to be replayed first; unstage and stage it"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Takes the mounts of the volume away, if nobody uses them. What was taken away is put back where one
+    /// of them is in use.
+    async fn take_down(
+        &self,
+        record: &Record,
+        staging: &Staging,
+        device: Option<&Path>,
+        did: &mut Vec<&'static str>,
+    ) -> Result<(), Stop> {
+        let volume = &record.volume;
+        self.step("asking who uses it")?;
+        let mounts = mountinfo::read()?;
+        let own = own_mounts(record, staging, &mounts)?;
+        if let Some(user) = self.user(volume, staging, &own, device).await? {
+            return Err(Stop::Not(in_use(&user)));
+        }
+        if own.is_empty() {
+            return Ok(());
+        }
+        let unfinished = Staging { complete: false, ..staging.clone() };
+        self.records.save(&Record { staging: Some(unfinished), ..record.clone() })?;
+        self.step("unmounting")?;
+        for (index, path) in own.iter().enumerate() {
+            let Err(error) = self.unmount(volume, path).await else { continue };
+            // The staging path comes last, so what was taken away can be bound to it again.
+            self.put_back(record, staging, &own[..index]).await;
+            self.records.save(record)?;
+            return Err(match error {
+                Error::Busy { path } => {
+                    Stop::Not(in_use(&format!("a process at {}", path.display())))
+                }
+                other => Stop::Failed(other),
+            });
+        }
+        did.push("unmounted it");
+        Ok(())
+    }
+
+    /// Binds the staging path at targets again that were just unmounted.
+    async fn put_back(&self, record: &Record, staging: &Staging, targets: &[PathBuf]) {
+        let is_gone = |one: &&Publication| targets.contains(&one.target);
+        for publication in record.publications.iter().filter(is_gone) {
+            if publication.access == Access::Block {
+                // Its device is gone: the node in /dev is bound anew by the next heal.
+                continue;
+            }
+            let (from, to) = (staging.path.clone(), publication.target.clone());
+            let read_only = publication.read_only;
+            let bound = self.calls.change(&record.volume, "binding its target", move |thread| {
+                mount::bind(thread, &from, &to, read_only)
+            });
+            if let Err(error) = bound.await {
+                let target = publication.target.display();
+                tracing::error!(volume = record.volume, %target, %error, "cannot be put back");
+            }
+        }
+    }
+
+    /// Returns who uses the mounts, or the nodes of a block volume, in words.
+    async fn user(
+        &self,
+        volume: &str,
+        staging: &Staging,
+        own: &[PathBuf],
+        device: Option<&Path>,
+    ) -> Result<Option<String>, Error> {
+        let mounts = mountinfo::read()?;
+        let mut searched = Vec::new();
+        match &staging.access {
+            Access::Mount { .. } => {
+                let present = own.iter().filter_map(|path| mountinfo::at(&mounts, path));
+                searched.extend(
+                    present.map(|mount| Use::FileSystem { major: mount.major, minor: mount.minor }),
+                );
+            }
+            Access::Block => {
+                let nodes = own.iter().map(PathBuf::as_path).chain(device);
+                let numbers = nodes.filter_map(device::major_minor);
+                searched.extend(numbers.map(|(major, minor)| Use::Device { major, minor }));
+            }
+        }
+        searched.dedup();
+        for one in searched {
+            let mut found = None;
+            for look in 0..USER_LOOKS {
+                if look > 0 {
+                    tokio::time::sleep(LOOK_EVERY / 2).await;
+                }
+                let looked = move |thread: &_| Ok(holders::user_of(thread, one));
+                found = self.calls.look(volume, "asking who uses it", looked).await?;
+                if found.is_none() {
+                    break;
+                }
+            }
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Makes the device, where there is none, and mounts the file system; returns the device.
+    async fn stage_again(
+        &self,
+        request: &HealRequest,
+        staging: &Staging,
+        device: Option<PathBuf>,
+        did: &mut Vec<&'static str>,
+    ) -> Result<PathBuf, Stop> {
+        let volume = &request.volume;
+        let standing = request.standing.clone().unwrap_or_default();
+        let size_bytes = match &device {
+            Some(device) => device::size_bytes(device)?,
+            None => standing.size_bytes,
+        };
+        let wanted = StageRequest {
+            volume: volume.clone(),
+            staging_path: staging.path.clone(),
+            access: staging.access.clone(),
+            mode: staging.mode.clone(),
+            read_only: staging.read_only,
+            size_bytes,
+            block_size: standing.block_size,
+            key: request.key.clone(),
+        };
+        let device = match device {
+            Some(device) => device,
+            None => {
+                self.step("waiting for the target")?;
+                if let Some(key) = &wanted.key {
+                    self.hand(volume, key, PROCESS_MAX).await?;
+                } else if standing.waits_for_key {
+                    return Err(Stop::Not(
+                        "its target has no key of it; send the secret \"encryptionKey\" with this \
+                         call"
+                            .to_owned(),
+                    ));
+                }
+                let socket = self.nbd_socket(volume);
+                let within_ms = u64::try_from(TARGET_MAX.as_millis()).unwrap_or(u64::MAX);
+                wait_for_socket(volume, &socket, within_ms).await?;
+                self.step("attaching")?;
+                let device = self.attach(&wanted, socket).await?;
+                did.push("made its device anew");
+                device
+            }
+        };
+        if !wanted.read_only {
+            self.set_writable(volume, &device).await?;
+        }
+        if let Access::Mount { .. } = staging.access {
+            self.step("mounting")?;
+            self.mount_again(&wanted, &device).await?;
+            did.push("checked and mounted its file system");
+        }
+        self.step("completing the record")?;
+        if let Some(mut record) = self.records.load(volume)? {
+            if let Some(staging) = &mut record.staging {
+                staging.complete = true;
+            }
+            self.records.save(&record)?;
+        }
+        self.troubles.ended(volume, FaultKind::StagingFailed, Ok(()));
+        Ok(device)
+    }
+
+    /// Mounts the file system at the staging path; one that needs a person to repair it is mounted
+    /// read-only, so that it can be read as before.
+    async fn mount_again(&self, wanted: &StageRequest, device: &Path) -> Result<(), Stop> {
+        let path = &wanted.staging_path;
+        let mounted = self.mount_staging(wanted, Purpose::Heal, device, path, None).await;
+        let Err(damaged @ Error::Damaged { .. }) = mounted else { return Ok(mounted?) };
+        let readable = StageRequest { read_only: true, ..wanted.clone() };
+        let mounted = self.mount_staging(&readable, Purpose::Heal, device, path, None).await;
+        if let Err(error) = mounted {
+            let volume = &wanted.volume;
+            tracing::warn!(volume, %error, "a damaged file system cannot be read either");
+            return Err(Stop::Failed(damaged));
+        }
+        if let Some(mut record) = self.records.load(&wanted.volume)? {
+            if let Some(staging) = &mut record.staging {
+                staging.complete = true;
+            }
+            self.records.save(&record)?;
+            let staging = record.staging.clone();
+            if let Some(staging) = staging {
+                self.bind_again(&record, &staging, device, &mut Vec::new()).await?;
+            }
+        }
+        Err(Stop::Failed(damaged))
+    }
+
+    /// Binds the publications of the record that the kernel does not show.
+    async fn bind_again(
+        &self,
+        record: &Record,
+        staging: &Staging,
+        device: &Path,
+        did: &mut Vec<&'static str>,
+    ) -> Result<(), Stop> {
+        let volume = &record.volume;
+        for publication in &record.publications {
+            let mounts = mountinfo::read()?;
+            if publish::is_in_place(publication, Some(device), &mounts) {
+                continue;
+            }
+            if let Some(present) = mountinfo::at(&mounts, &publication.target) {
+                if !is_own(present, &publication.access) {
+                    return Err(Stop::Failed(foreign(present)));
+                }
+                let stale = [publication.target.clone()];
+                if let Some(user) = self.user(volume, staging, &stale, None).await? {
+                    return Err(Stop::Not(in_use(&user)));
+                }
+                self.step("unmounting a stale target")?;
+                self.unmount(volume, &publication.target).await.map_err(|error| match error {
+                    Error::Busy { path } => {
+                        Stop::Not(in_use(&format!("a process at {}", path.display())))
+                    }
+                    other => Stop::Failed(other),
+                })?;
+            }
+            check_target(&publication.target, &publication.access, &mountinfo::read()?)?;
+            self.bind_publication(volume, staging, publication, device).await?;
+            did.push("bound it to its target again");
+        }
+        self.troubles.ended(volume, FaultKind::PublishingFailed, Ok(()));
+        Ok(())
+    }
+}
+
+/// Returns the paths at which mounts of the volume are to be taken away: its targets, the staging path
+/// last.
+///
+/// # Errors
+/// [`Error::ForeignMount`] where another mount is at one of them.
+fn own_mounts(record: &Record, staging: &Staging, mounts: &[Mount]) -> Result<Vec<PathBuf>, Error> {
+    let targets = record.publications.iter().map(|one| (&one.target, &one.access));
+    let staged = match &staging.access {
+        Access::Mount { .. } => Some((&staging.path, &staging.access)),
+        Access::Block => None,
+    };
+    let mut own = Vec::new();
+    for (path, access) in targets.chain(staged) {
+        for present in mounts.iter().filter(|mount| mount.mount_point == *path) {
+            if !is_own(present, access) {
+                return Err(foreign(present));
+            }
+            own.push(path.clone());
+        }
+    }
+    Ok(own)
+}
+
+/// Returns whether a mount at a recorded path is of the kind that was recorded. The device may be gone,
+/// and its number another's by now.
+fn is_own(present: &Mount, access: &Access) -> bool {
+    match access {
+        Access::Mount { file_system, .. } => {
+            present.fs_type == file_system.name() && present.source.starts_with("/dev/")
+        }
+        Access::Block => device::number(&present.mount_point).is_some(),
+    }
+}
+
+fn in_use(user: &str) -> String {
+    format!(
+        "{user}, and nothing is taken from a process; restart the workload that uses it, and call \
+         again"
+    )
+}
