@@ -12,6 +12,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use prost_types::Timestamp;
+
 use super::{Two, eventually};
 use crate::compare::median;
 use crate::further::Fact;
@@ -372,11 +374,12 @@ fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
     let mut told = Vec::new();
     for group in 0..GROUPS {
         told.push(eventually("the other cluster is silent", || {
-            let asked = SystemTime::now();
             let Ok(status) = side.status(group) else { return Ok(None) };
             let is_silent = status["message"].as_str().is_some_and(|text| text.contains("silent"));
-            let lag = status["lagMs"].as_u64().filter(|_| is_silent);
-            Ok(lag.and_then(|lag_ms| asked.checked_sub(Duration::from_millis(lag_ms))))
+            // Not the lag: that is by an estimate of the other side's clock.
+            let told = status["syncedAt"].as_str().and_then(|at| at.parse::<Timestamp>().ok());
+            let told = told.and_then(|at| SystemTime::try_from(at).ok());
+            Ok(told.filter(|_| is_silent))
         })?);
     }
     Ok(told)
