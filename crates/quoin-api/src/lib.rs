@@ -50,5 +50,6 @@ pub mod csi_addons {
     packages! {
         healer
         identity
+        reclaimspace
     }
 }

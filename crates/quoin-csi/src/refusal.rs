@@ -183,6 +183,7 @@ pub fn from_node(error: &quoin_node::Error) -> Status {
         Kind::OutOfRange => Code::OutOfRange,
         Kind::Unauthenticated => Code::Unauthenticated,
         Kind::Unavailable => Code::Unavailable,
+        Kind::Unsupported => Code::Unimplemented,
         Kind::Internal => Code::Internal,
     };
     Status::new(code, error.to_string())

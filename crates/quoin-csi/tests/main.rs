@@ -17,6 +17,7 @@ mod metadata;
 mod modify;
 mod node;
 mod process;
+mod reclaim_node;
 mod services;
 mod snapshots;
 mod topology;

@@ -19,6 +19,8 @@ pub enum Kind {
     Unauthenticated,
     /// The call is not possible now; the same call may succeed later.
     Unavailable,
+    /// The file system or the device cannot do it; no retry helps.
+    Unsupported,
     /// The host failed.
     Internal,
 }
@@ -128,6 +130,16 @@ pub enum Error {
          writable"
     )]
     ReadOnlyGrow { volume: String },
+    #[error(
+        "the file system of volume {volume} at {} cannot be trimmed: its device takes no discards",
+        path.display()
+    )]
+    NotTrimmed { volume: String, path: PathBuf },
+    #[error(
+        "volume {volume} is mounted read-only here, so its file system cannot be trimmed; call this \
+         where it is written"
+    )]
+    ReadOnlyTrim { volume: String },
     #[error("volume {volume} has {has_bytes} bytes, more than the limit of {limit_bytes}")]
     AboveLimit { volume: String, has_bytes: u64, limit_bytes: u64 },
     #[error("the key is not that of volume {volume}")]
@@ -184,6 +196,8 @@ impl Error {
             | Self::NotPermitted { .. }
             | Self::AttachImpossible(_)
             | Self::Damaged { .. } => Kind::FailedPrecondition,
+            Self::ReadOnlyTrim { .. } => Kind::FailedPrecondition,
+            Self::NotTrimmed { .. } => Kind::Unsupported,
             Self::NotPresent { .. } => Kind::NotFound,
             Self::Path { .. } | Self::MountFlag { .. } => Kind::InvalidArgument,
             Self::TooSmall { .. } | Self::AboveLimit { .. } => Kind::OutOfRange,
@@ -213,6 +227,8 @@ impl Error {
             | Self::TooSmall { .. }
             | Self::GrowNotPermitted { .. }
             | Self::ReadOnlyGrow { .. }
+            | Self::ReadOnlyTrim { .. }
+            | Self::NotTrimmed { .. }
             | Self::WrongKey { .. }
             | Self::AboveLimit { .. } => false,
             Self::ForeignMount { .. }

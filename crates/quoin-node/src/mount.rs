@@ -1,6 +1,7 @@
 //! Mounts and unmounts by system call: no mount(8), no shell, no `/etc/mtab`.
 
 use std::ffi::CString;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -203,6 +204,30 @@ pub fn unmount(_: &DeviceThread, target: &Path) -> Result<(), Error> {
         Errno::PERM if !is_root() => Error::NotPermitted { path: target.to_owned() },
         other => Error::io("unmounting", target)(other.into()),
     })
+}
+
+/// `FITRIM` of linux/fs.h: takes the start, the length and the least length of what is trimmed.
+const FITRIM: libc::Ioctl = 0xc018_5879_u32 as libc::Ioctl;
+
+/// Discards all blocks that the file system at `path` does not use.
+///
+/// # Errors
+/// [`Error::NotTrimmed`] if it cannot, else the kernel's.
+pub fn trim(_: &DeviceThread, volume: &str, path: &Path) -> Result<(), Error> {
+    let directory = std::fs::File::open(path).map_err(Error::io("opening", path))?;
+    let mut range = [0_u64, u64::MAX, 0];
+    // SAFETY: FITRIM reads and writes three u64 through the pointer, which outlives the call.
+    let result = unsafe { libc::ioctl(directory.as_raw_fd(), FITRIM, range.as_mut_ptr()) };
+    if result >= 0 {
+        return Ok(());
+    }
+    let error = std::io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EOPNOTSUPP | libc::ENOTTY) => {
+            Err(Error::NotTrimmed { volume: volume.to_owned(), path: path.to_owned() })
+        }
+        _ => Err(Error::io("trimming", path)(error)),
+    }
 }
 
 /// Figures of a file system.

@@ -58,6 +58,7 @@ const LISTENERS: &[(&str, &str, Guard)] = &[
     ("n3", "nbd/history.sock", Guard::Mode(0o600)),
     ("n3", "nbd/*.sock", Guard::Mode(0o600)),
     ("csi", "csi.sock", Guard::Mode(0o660)),
+    ("csi", "addons/csi-addons.sock", Guard::Mode(0o660)),
     ("attach", "attach/attach.sock", Guard::Mode(0o600)),
     ("holder", "attach/holder.sock", Guard::Mode(0o600)),
 ];
@@ -132,6 +133,8 @@ impl Listeners {
             cluster.controller.clone(),
             "--csi-endpoint".into(),
             format!("unix://{}", cluster.path("csi.sock")),
+            "--csi-addons-endpoint".into(),
+            format!("unix://{}", cluster.path("addons/csi-addons.sock")),
         ]);
         let csi = csi.collect();
         let joined = PathBuf::from(cluster.path("n1/cert.pem"));

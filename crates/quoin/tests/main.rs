@@ -42,6 +42,7 @@ mod mirrors;
 mod modifying;
 mod namespaces;
 mod nbd_tcp;
+mod node_healing;
 mod nodes;
 mod package;
 mod pages;

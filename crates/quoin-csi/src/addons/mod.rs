@@ -7,13 +7,17 @@
 
 mod healer;
 mod identity;
+mod reclaim_node;
 
 use std::convert::Infallible;
 use std::future::Future;
 
 use quoin_api::csi_addons::healer::healer_node_server::HealerNodeServer;
-use quoin_api::csi_addons::identity::capability::{Service as ServiceOf, Type, service};
+use quoin_api::csi_addons::identity::capability::{
+    ReclaimSpace, Service as ServiceOf, Type, reclaim_space, service,
+};
 use quoin_api::csi_addons::identity::identity_server::IdentityServer;
+use quoin_api::csi_addons::reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
@@ -22,6 +26,7 @@ use tower::Service;
 
 pub(crate) use healer::HealerService;
 use identity::IdentityService;
+use reclaim_node::ReclaimNodeService;
 
 use crate::in_flight::run_to_completion;
 use crate::plugin::Mode;
@@ -61,6 +66,11 @@ pub(crate) fn services(plugin: &Plugin) -> Services {
     Services::of(plugin)
         // No capability stands for the healer.
         .serve(HealerNodeServer::new(HealerService(own())), Side::Node, &[])
+        .serve(
+            ReclaimSpaceNodeServer::new(ReclaimNodeService(own())),
+            Side::Node,
+            &[Type::ReclaimSpace(ReclaimSpace { r#type: reclaim_space::Type::Online.into() })],
+        )
 }
 
 /// The services of one process, and what it tells of them.

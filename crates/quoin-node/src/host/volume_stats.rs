@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::{NodeHost, is_of_device};
 use crate::error::Error;
 use crate::records::Access;
-use crate::{device, mountinfo};
+use crate::{device, mount, mountinfo};
 
 /// Time within which a device shows the size of its volume.
 const RESIZE_DEADLINE: Duration = Duration::from_secs(10);
@@ -120,6 +120,46 @@ impl NodeHost {
             self.grow(volume, &device, Some(&staging.path), *file_system).await?;
         }
         Ok(has_bytes)
+    }
+}
+
+impl NodeHost {
+    /// Gives the blocks back that the file system of a volume does not use. Nothing is done to a block
+    /// volume: its owner alone knows what is used there.
+    ///
+    /// # Errors
+    /// [`Error::NotPresent`] if it is not mounted at that path, [`Error::NotTrimmed`],
+    /// [`Error::ReadOnlyTrim`], or [`Error::Waiting`] where the trim goes on behind the call.
+    pub async fn trim(&self, volume: &str, path: &Path) -> Result<(), Error> {
+        let trimming = self.trim_steps(volume, path);
+        self.steps.reported(volume, "trimming", trimming).await
+    }
+
+    async fn trim_steps(&self, volume: &str, path: &Path) -> Result<(), Error> {
+        let (record, path_use) = self.path_use(volume, path)?;
+        if path_use.access == Access::Block {
+            return Ok(());
+        }
+        let missing =
+            || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
+        let device = self.attacher.device(volume).await?.ok_or_else(missing)?;
+        let staging = record.staging.ok_or_else(missing)?;
+        let mounts = mountinfo::read()?;
+        let mount = mountinfo::at(&mounts, &path_use.path)
+            .filter(|mount| is_of_device(mount, &device))
+            .ok_or_else(missing)?;
+        // A target may be read-only where the file system is written by another.
+        let is_stopped = super::health::turned_read_only(&staging, &mounts);
+        if is_stopped || mount.super_options.iter().any(|option| option == "ro") {
+            return Err(Error::ReadOnlyTrim { volume: volume.to_owned() });
+        }
+        self.step("trimming the file system")?;
+        let (name, path) = (volume.to_owned(), path_use.path);
+        self.calls
+            .change(volume, "trimming its file system", move |thread| {
+                mount::trim(thread, &name, &path)
+            })
+            .await
     }
 }
 

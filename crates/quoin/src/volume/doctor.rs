@@ -9,7 +9,7 @@ use crate::client::{Cluster, get_volume};
 use crate::output::{self, Format};
 
 /// Exit code where something is wrong.
-const ILL: i32 = 3;
+pub const ILL: i32 = 3;
 
 pub const HELP: &str = "Ends with 0 where all is well, 3 where something is wrong, 1 where that \
     cannot be said.\n\nExample:\n  quoin volume doctor db -o json | jq '.conditions[].reason'\n\n\
@@ -91,7 +91,8 @@ impl From<Volume> for DoctorView {
         }
         for device in volume.devices.iter().filter(|device| !device.dead.is_empty()) {
             notes.push(format!(
-                "a device on node {} is dead ({}); its users there must unmount it",
+                "a device on node {} is dead ({}); its users there must unmount it, and `quoin volume \
+                 heal` there makes a new one where CSI staged it",
                 device.node, device.dead
             ));
         }

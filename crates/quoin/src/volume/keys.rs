@@ -36,6 +36,21 @@ impl From<&str> for KeyFile {
 
 impl KeyFile {
     pub fn read(&self) -> Result<UserKey> {
+        self.parse(&self.bytes()?)
+    }
+
+    /// The key as text, for the secret of a call.
+    pub fn text(&self) -> Result<String> {
+        let text = self.bytes()?;
+        self.parse(&text)?;
+        String::from_utf8(text.to_vec()).context("a key is text")
+    }
+
+    fn parse(&self, text: &[u8]) -> Result<UserKey> {
+        UserKey::parse(text).with_context(|| format!("the key file {}", self.0.display()))
+    }
+
+    fn bytes(&self) -> Result<Zeroizing<Vec<u8>>> {
         let mut text = Zeroizing::new(Vec::with_capacity(KEY_FILE_BYTES_MAX as usize + 1));
         let name = self.0.display();
         let read = match self.0 == Path::new("-") {
@@ -44,7 +59,7 @@ impl KeyFile {
                 .and_then(|file| file.take(KEY_FILE_BYTES_MAX + 1).read_to_end(&mut text)),
         };
         read.with_context(|| format!("read the key file {name}"))?;
-        UserKey::parse(&text).with_context(|| format!("the key file {name}"))
+        Ok(text)
     }
 }
 

@@ -5,6 +5,7 @@ mod attach;
 mod detach;
 mod doctor;
 mod flatten;
+mod heal;
 mod keys;
 mod modify;
 mod options;
@@ -103,6 +104,9 @@ pub enum VolumeCommand {
         /// Its name or id.
         volume: String,
     },
+    /// Heal a volume that CSI has staged on this host: mounts, device, file system, session.
+    #[command(after_help = heal::HELP)]
+    Heal(heal::HealOptions),
     /// Go on with the replicas that are left, where too few are to open the volume; what only the
     /// others held is lost. Refused while a majority is there.
     #[command(after_help = "Example: two of three pools burned down\n  \
@@ -293,6 +297,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             modify::modify(&mut cluster, *options, client, format).await
         }
         VolumeCommand::Doctor { volume } => doctor::doctor(&mut cluster, &volume, format).await,
+        VolumeCommand::Heal(options) => heal::heal(&mut cluster, options, client, format).await,
         VolumeCommand::Verify(options) => {
             verify::verify(&mut cluster, options, client, format).await
         }
