@@ -46,6 +46,21 @@ fn the_document_of_health_lists_every_reason_of_a_node() {
     assert!(text.contains(&mutable.join(", ")), "{mutable:?}");
 }
 
+/// Proves ADDONS-IDENTITY-10.
+#[test]
+fn the_document_of_csi_addons_says_what_probe_checks_and_how_often_it_may_be_called() {
+    let text = std::fs::read_to_string(root().join("docs/csi-addons.md")).unwrap();
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in [
+        "`Probe` checks that the attach process and the tools of a node are there and that the \
+         controller was reached",
+        "out of reach for 30 seconds",
+        "Once every ten seconds is plenty",
+    ] {
+        assert!(text.contains(words), "{words}");
+    }
+}
+
 /// Proves CSI-LOG-03.
 #[test]
 fn the_document_says_where_logs_go_and_who_keeps_them() {

@@ -90,7 +90,7 @@ fn sync(path: &str) {
     fs::File::open(path).unwrap().sync_all().unwrap();
 }
 
-/// Proves HEAL-GENERAL-03, HEAL-GENERAL-04, HEAL-REQ-01, HEAL-REQ-02, HEAL-REQ-03, HEAL-REQ-04, HEAL-REQ-06,
+/// Proves HEAL-GENERAL-03, HEAL-GENERAL-04, HEAL-REQ-01, HEAL-REQ-02, HEAL-REQ-04, HEAL-REQ-06,
 /// HEAL-REQ-07, HEAL-REQ-11, HEAL-REQ-12, HEAL-ERR-01, HEAL-ERR-02, HEAL-ERR-08.
 #[tokio::test]
 async fn each_wrong_call_has_its_code_on_both_sockets() {
@@ -165,8 +165,7 @@ async fn a_process_without_the_node_heals_nothing() {
     }
 }
 
-/// Proves HEAL-GENERAL-01, HEAL-GENERAL-05, HEAL-REQ-05, HEAL-REQ-08, HEAL-REQ-09, HEAL-RESP-01, HEAL-RESP-02,
-/// HEAL-RESP-03, HEAL-ERR-10: a mounted and a block volume; lost mounts, a lost device, one of an
+/// Proves HEAL-RESP-01, HEAL-RESP-02, HEAL-RESP-03, HEAL-ERR-10: a mounted and a block volume; lost mounts, a lost device, one of an
 /// earlier use, and a replica that lags.
 #[tokio::test]
 async fn what_was_lost_of_a_volume_is_made_again_with_its_data_and_nothing_else_is_touched() {
@@ -348,7 +347,7 @@ async fn a_file_system_that_turned_read_only_is_checked_and_mounted_anew_once_no
     assert_eq!(fs::read_to_string(&file).unwrap(), "written");
 }
 
-/// Proves HEAL-ERR-04, HEAL-ERR-05: also of parts that come back by themselves.
+/// Parts that come back by themselves are in it too.
 #[tokio::test]
 async fn calls_for_one_volume_at_the_same_time_repair_once_and_a_part_that_comes_back_is_waited_for()
  {
@@ -424,7 +423,7 @@ impl Write for Log {
     }
 }
 
-/// Proves HEAL-REQ-10, HEAL-REQ-11, HEAL-ERR-07, ADDONS-IDENTITY-12: of the healer's secrets.
+/// Proves HEAL-REQ-11, HEAL-ERR-07, ADDONS-IDENTITY-12: of the healer's secrets.
 #[tokio::test]
 async fn a_caller_without_its_secret_heals_nothing_and_no_secret_is_in_the_log() {
     const KEY: &str = "correct horse battery";

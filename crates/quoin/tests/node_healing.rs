@@ -216,7 +216,7 @@ fn write_synced(path: &str, text: &str) {
     file.sync_all().unwrap();
 }
 
-/// Proves HEAL-GENERAL-01, HEAL-GENERAL-04, HEAL-RESP-01, HEAL-RESP-03: with processes that are killed and
+/// Proves HEAL-GENERAL-04, HEAL-RESP-01, HEAL-RESP-03: with processes that are killed and
 /// stopped, devices that are freed, mounts that are gone, a file system that the kernel stopped, an
 /// attachment that was taken away, a lost key, and without a controller.
 #[test]
