@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -181,6 +182,81 @@ class Conformance:
         )
         online = pb.PluginCapability.VolumeExpansion.ONLINE
         self.row("CSI-PLUGINCAPS-09 CSI-PLUGINCAPS-13", lambda: check(grows == {online}, f"{grows}"))
+
+    def addons(self):
+        """Identity on the socket of CSI-Addons: the same driver, and what this process serves."""
+        from csi_addons import identity_pb2 as pb
+
+        identity = self.driver.addons_identity
+        info = self.driver.call(self.driver.identity.GetPluginInfo, self.pb.GetPluginInfoRequest())
+
+        def named():
+            told = self.driver.call(identity.GetIdentity, pb.GetIdentityRequest())
+            check((told.name, told.vendor_version) == (info.name, info.vendor_version), f"{told}")
+            check(0 < len(told.name) <= 63 and told.vendor_version, f"{told}")
+
+        self.row("ADDONS-IDENTITY-01 ADDONS-IDENTITY-03", named)
+
+        def listed():
+            told = self.driver.call(identity.GetCapabilities, pb.GetCapabilitiesRequest()).capabilities
+            kinds = [one.WhichOneof("type") for one in told]
+            types = [(kind, getattr(one, kind).type) for kind, one in zip(kinds, told, strict=True)]
+            check(all(number for _, number in types), f"a type is unknown: {types}")
+            check(len(set(types)) == len(types), f"one is told twice: {types}")
+            service = pb.Capability.Service
+            for number in (service.CONTROLLER_SERVICE, service.NODE_SERVICE):
+                check(("service", number) in types, f"{types}")
+
+        self.row("ADDONS-IDENTITY-06", listed)
+
+        def probed():
+            told = self.driver.call(identity.Probe, pb.ProbeRequest())
+            check(told.HasField("ready") and told.ready.value, f"{told}")
+
+        self.row("ADDONS-IDENTITY-08", probed)
+
+    def healing(self, volume, staging, target, elsewhere):
+        """The healer on both sockets, of a volume that is well and of one whose target lost its mount."""
+        from csi_addons import healer_pb2 as pb
+
+        bad, absent = CODE.INVALID_ARGUMENT, CODE.NOT_FOUND
+        long = "/" + "x" * 127
+        whole = dict(
+            volume_id=volume.volume_id,
+            volume_path=str(target),
+            staging_target_path=str(staging),
+            volume_capability=self.capability,
+            volume_context=volume.volume_context,
+        )
+        for healer in self.driver.healers:
+            heal = healer.NodeHealer
+            ask = lambda **fields: pb.NodeHealerRequest(**{**whole, **fields})
+            self.refused("HEAL-REQ-01 HEAL-ERR-01", heal, ask(volume_id=""), bad)
+            self.refused("HEAL-REQ-02 HEAL-ERR-01", heal, ask(volume_path=""), bad)
+            self.refused("HEAL-REQ-12", heal, ask(volume_path="a/b"), bad)
+            self.refused("HEAL-REQ-06", heal, ask(staging_target_path="a/b"), bad)
+            other = {key: "other" for key in volume.volume_context}
+            self.refused("HEAL-REQ-11", heal, ask(volume_context=other), bad)
+            self.refused("HEAL-ERR-02", heal, ask(volume_id=UNKNOWN), absent)
+            self.refused("HEAL-ERR-10", heal, ask(volume_path=str(elsewhere)), absent)
+            # Long paths are no fault of the request.
+            self.refused("HEAL-REQ-04", heal, ask(volume_path=long), absent)
+            self.refused("HEAL-REQ-07", heal, ask(staging_target_path=long), absent)
+
+            def well():
+                for path in (target, staging):
+                    told = self.driver.call(heal, ask(volume_path=str(path)))
+                    check(told.message and not told.abnormal, f"{told}")
+
+            self.row("HEAL-GENERAL-03 HEAL-GENERAL-04 HEAL-RESP-01 HEAL-RESP-02", well)
+
+            def healed():
+                subprocess.run(["umount", str(target)], check=True)
+                check(not self.mounts_at(target), "it is mounted still")
+                well()
+                check(len(self.mounts_at(target)) == 1, "not one mount")
+
+            self.row("HEAL-GENERAL-04 HEAL-RESP-03", healed)
 
     def capabilities(self):
         pb, driver = self.pb, self.driver
@@ -564,6 +640,7 @@ class Conformance:
         self.refused("CSI-NODESTATS-10", ask, stats(volume_id, target, "some/path"), bad)
         self.refused("CSI-NODESTATS-19", ask, stats(UNKNOWN, target), CODE.NOT_FOUND)
         self.refused("CSI-NODESTATS-19", ask, stats(volume_id, home), CODE.NOT_FOUND)
+        self.healing(volume, staging, target, home / "pods" / "never")
         self.growth(volume, staging, target)
         back = lambda volume_id, path: pb.NodeUnpublishVolumeRequest(
             volume_id=volume_id, target_path=str(path)
@@ -961,6 +1038,7 @@ class Conformance:
     def run(self):
         pb, driver = self.pb, self.driver
         self.identity()
+        self.addons()
         self.capabilities()
         volume = self.creation()
         self.reading(volume)
@@ -987,6 +1065,15 @@ class Conformance:
 
         self.row("CSI-CTRLUNPUBLISH-01 CSI-CTRLUNPUBLISH-05 CSI-CTRLUNPUBLISH-09 CSI-CTRLUNPUBLISH-10", unpublished)
         self.deletion()
+
+
+def with_addons(driver, csi, addons):
+    """Gives a driver the services of CSI-Addons; the healer is on both sockets."""
+    from csi_addons import healer_pb2_grpc, identity_pb2_grpc
+
+    channels = [grpc.insecure_channel(f"unix://{socket}") for socket in (csi, addons)]
+    driver.healers = [healer_pb2_grpc.HealerNodeStub(channel) for channel in channels]
+    driver.addons_identity = identity_pb2_grpc.IdentityStub(channels[1])
 
 
 def ready(driver, pb):
@@ -1019,7 +1106,7 @@ def table(rows):
     """The document: each row that this client asserts, with its text."""
     with open(ROOT / "docs/requirements.csv", encoding="utf-8", newline="") as file:
         register = list(csv.reader(file))
-    ours = [row for row in register[1:] if row[0].startswith(("CSI-", "CSIN-"))]
+    ours = [row for row in register[1:] if row[0].startswith(("CSI-", "CSIN-", "ADDONS-IDENTITY-", "HEAL-"))]
     unknown = rows.held - {row[0] for row in ours}
     check(not unknown, f"no rows of the register: {sorted(unknown)}")
     asserted = [row for row in ours if row[0] in rows.held]
@@ -1052,6 +1139,7 @@ def main():
     try:
         for plugin in ("fresh", "restarted"):
             driver = Driver(socket, stubs)
+            with_addons(driver, socket, options.dev / "run/csi-addons/csi-addons.sock")
             if plugin == "restarted":
                 restart(options.dev, driver, pb)
             ready(driver, pb)

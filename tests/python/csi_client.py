@@ -11,6 +11,7 @@ Usage:
 
 import argparse
 import hashlib
+import importlib
 import os
 import pathlib
 import sys
@@ -37,6 +38,10 @@ def load_stubs():
         import csi_pb2
         import csi_pb2_grpc
 
+        # They stay loaded: `from csi_addons import ...` needs no files any more.
+        for package in ("healer", "identity"):
+            importlib.import_module(f"csi_addons.{package}_pb2")
+            importlib.import_module(f"csi_addons.{package}_pb2_grpc")
         sys.path.remove(directory)
     return csi_pb2, csi_pb2_grpc
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the CSI client's stubs from the project's own csi.proto.
+"""Makes the clients' stubs from the project's own csi.proto and the files of CSI-Addons.
 
 Usage: make_stubs.py OUTPUT_DIRECTORY   (needs grpcio-tools; see requirements.txt)
 """
@@ -14,7 +14,7 @@ PROTO = pathlib.Path(__file__).resolve().parents[2] / "crates/quoin-api/proto"
 
 
 def make(output):
-    """Writes csi_pb2.py and csi_pb2_grpc.py into `output`."""
+    """Writes csi_pb2.py, csi_pb2_grpc.py and the package csi_addons into `output`."""
     output = pathlib.Path(output)
     output.mkdir(parents=True, exist_ok=True)
     # The well-known types come with grpcio-tools.
@@ -26,10 +26,11 @@ def make(output):
         f"--python_out={output}",
         f"--grpc_python_out={output}",
         str(PROTO / "csi.proto"),
+        *(str(path) for path in sorted((PROTO / "csi-addons").glob("*.proto"))),
     ]
     code = protoc.main(arguments)
     if code != 0:
-        sys.exit(f"the stubs could not be made from {PROTO / 'csi.proto'}: protoc ended with {code}")
+        sys.exit(f"the stubs could not be made from {PROTO}: protoc ended with {code}")
 
 
 if __name__ == "__main__":
