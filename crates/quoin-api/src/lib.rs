@@ -51,5 +51,7 @@ pub mod csi_addons {
         healer
         identity
         reclaimspace
+        replication
+        volumegroup
     }
 }

@@ -1,5 +1,9 @@
 //! The control plane as the CSI services see it: a handful of calls on the Cluster service.
 
+mod mirrors;
+
+pub(crate) use mirrors::Source;
+
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 

@@ -89,6 +89,53 @@ pub fn late_with_the_replay(volume_id: &str, node: &str) -> Status {
     ))
 }
 
+/// Refuses an unknown group of volumes: 5.
+pub fn no_group(group_id: &str) -> Status {
+    Status::not_found(format!("volume group {group_id:?} does not exist"))
+}
+
+/// Refuses where a source is not replicated: 9.
+pub fn not_replicated(id: &str) -> Status {
+    precondition(format!("{id:?} is not replicated: EnableVolumeReplication begins it"))
+}
+
+/// Refuses a volume whose group is replicated: 9.
+pub fn replicated_with_group(volume_id: &str, group_id: &str) -> Status {
+    precondition(format!(
+        "volume {volume_id:?} is replicated with its volume group: name {group_id:?} as a volumegroup \
+         source"
+    ))
+}
+
+/// Refuses what only a primary tells: 9.
+pub fn not_primary(id: &str, role: &str) -> Status {
+    precondition(format!(
+        "{id:?} is {role} here; the side that is primary tells of its replication"
+    ))
+}
+
+/// Refuses to tell of a replication of which the other side has nothing yet: 5.
+pub fn nothing_synced(id: &str, why: &str) -> Status {
+    let why = if why.is_empty() { "the first copy is under way" } else { why };
+    Status::not_found(format!("nothing of {id:?} is complete on the other side yet: {why}"))
+}
+
+/// Reports that the other side is not known to have a volume yet: 14.
+pub fn no_destination_yet(id: &str) -> Status {
+    Status::unavailable(format!(
+        "the other side has not recorded its copy of {id:?} yet; ask again"
+    ))
+}
+
+/// Converts the refusal of a replication to begin: a cluster that has as many as it may is a precondition, as the
+/// peer's room is.
+pub fn not_enabled(why: Status) -> Status {
+    match why.code() {
+        Code::ResourceExhausted => precondition(why.message()),
+        _ => why,
+    }
+}
+
 /// Refuses an unknown snapshot: 5.
 pub fn no_snapshot(snapshot_id: &str) -> Status {
     Status::not_found(format!("snapshot {snapshot_id:?} does not exist"))

@@ -18,6 +18,8 @@ mod modify;
 mod node;
 mod process;
 mod reclaim_node;
+mod replication;
 mod services;
 mod snapshots;
 mod topology;
+mod volume_groups;

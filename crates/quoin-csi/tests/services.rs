@@ -1,8 +1,5 @@
 //! Rules of all services together: identity, modes, unserved calls, secrets.
 
-use std::io::Write;
-use std::sync::{Arc, Mutex};
-
 use crate::common::*;
 use quoin_api::csi::group_controller_client::GroupControllerClient;
 use quoin_api::csi::*;
@@ -260,19 +257,6 @@ async fn empty_requests_are_refused_before_any_change() {
     ];
     assert_eq!(codes, [Code::InvalidArgument; 13]);
     assert!(world.cluster.volumes().await.is_empty());
-}
-
-/// Collects the log.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-SECRET-06: at the most verbose level, in refusals, and

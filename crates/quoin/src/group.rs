@@ -70,12 +70,12 @@ pub async fn run(command: GroupCommand, client: &ClientOptions, format: Format) 
     let group = match command {
         GroupCommand::Create { name, volumes } => {
             let volumes = references(&mut cluster, &volumes).await?;
-            let request = CreateVolumeGroupRequest { name, volumes };
+            let request = CreateVolumeGroupRequest { name, volumes, ..Default::default() };
             cluster.create_volume_group(request).await.map_err(refusal)?.into_inner()
         }
         GroupCommand::Get { group } => get(&mut cluster, &group).await?,
         GroupCommand::List => {
-            let answer = cluster.list_volume_groups(ListVolumeGroupsRequest {}).await;
+            let answer = cluster.list_volume_groups(ListVolumeGroupsRequest::default()).await;
             let groups = answer.map_err(refusal)?.into_inner().groups;
             let rows: Vec<_> = groups.into_iter().map(GroupView::from).collect();
             let nothing = "no groups: `quoin group create` makes one";
@@ -96,7 +96,8 @@ pub async fn run(command: GroupCommand, client: &ClientOptions, format: Format) 
             cluster.modify_volume_group(request).await.map_err(refusal)?.into_inner()
         }
         GroupCommand::Delete { group } => {
-            let request = DeleteVolumeGroupRequest { group: Some(group_ref(&group)) };
+            let request =
+                DeleteVolumeGroupRequest { group: Some(group_ref(&group)), only_empty: false };
             cluster.delete_volume_group(request).await.map_err(refusal)?;
             let view = RemovedView { kind: "group", name: &group, state: "deleted" };
             return output::print_one(format, &view, || format!("group {group} is deleted"));

@@ -165,7 +165,7 @@ impl Brain {
 
     fn demote(&self, now: Now, force: bool) -> (Answer, Option<Record>) {
         match self.record.role {
-            Role::Off | Role::Orphan => (Answer::Precondition(No::NotMirrored), None),
+            Role::Off => (Answer::Precondition(No::NotMirrored), None),
             Role::Primary => {
                 let is_published = self.record.members.iter().any(|member| {
                     self.members.get(&member.volume).is_some_and(|seen| seen.is_published)
@@ -181,7 +181,7 @@ impl Brain {
             }
             Role::Demoting | Role::Promoting | Role::Resyncing => (Answer::NotYet, None),
             Role::Secondary if !self.pools_have_it() => (Answer::NotYet, None),
-            Role::Secondary | Role::Diverged => (Answer::Ok, None),
+            Role::Secondary | Role::Diverged | Role::Orphan => (Answer::Ok, None),
         }
     }
 

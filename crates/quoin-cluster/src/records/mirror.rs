@@ -126,6 +126,15 @@ pub struct MirrorRecord {
     /// Seconds for which controllers that ran have seen it as an orphan.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub orphan_s: u64,
+    /// Settings that were asked for on this side; `None`: a copy, whose settings came with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given: Option<MirrorSettings>,
+    /// Members whose copies the other side has recorded, beside those with a base.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub confirmed: Vec<Text<VolumeId>>,
+    /// Copies that an orchestrator of this side deleted: they stay, and it lists them no more.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub released: Vec<Text<VolumeId>>,
 }
 
 /// Record of the brain, in hex.
@@ -165,7 +174,6 @@ impl MirrorRecord {
     ) -> Self {
         let id = Text(record.group);
         let brain = Brain(Text(Hex(record)));
-        let (comparison, orphan_s) = (None, 0);
         Self {
             id,
             group_name,
@@ -174,8 +182,11 @@ impl MirrorRecord {
             brain,
             settings,
             created_ms,
-            comparison,
-            orphan_s,
+            comparison: None,
+            orphan_s: 0,
+            given: None,
+            confirmed: Vec::new(),
+            released: Vec::new(),
         }
     }
 
@@ -195,6 +206,12 @@ impl MirrorRecord {
 
     pub fn role(&self) -> Role {
         self.brain().role
+    }
+
+    /// Returns true once the other side is known to have this member under its id.
+    pub fn is_confirmed(&self, member: &mirror::Member) -> bool {
+        let is_told = self.confirmed.contains(&Text(member.volume));
+        self.role().is_copy() || self.role() == Role::Orphan || member.has_base || is_told
     }
 }
 
@@ -291,6 +308,35 @@ pub struct VolumeGroupRecord {
     pub group_name: String,
     pub members: Vec<Text<VolumeId>>,
     pub created_ms: u64,
+    /// How an orchestrator of this cluster asked for it; `None`: none did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claim: Option<GroupClaim>,
+}
+
+/// The request by which an orchestrator has a group: a repeat is known by the name.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct GroupClaim {
+    pub name: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub prefix: String,
+}
+
+impl GroupClaim {
+    /// Name of the group, as people see it.
+    pub fn shown(&self) -> String {
+        format!("{}{}", self.prefix, self.name)
+    }
+}
+
+impl VolumeGroupRecord {
+    pub fn new(
+        id: GroupId,
+        group_name: impl Into<String>,
+        members: Vec<Text<VolumeId>>,
+        created_ms: u64,
+    ) -> Self {
+        Self { id: Text(id), group_name: group_name.into(), members, created_ms, claim: None }
+    }
 }
 
 impl Record for VolumeGroupRecord {

@@ -46,8 +46,8 @@ pub use group::{GroupIndex, GroupMember, GroupPhase, GroupRecord};
 pub use member::{MemberOfCluster, TokenRecord};
 pub use membership::{MemberRecord, MembershipRecord};
 pub use mirror::{
-    ComparisonState, DifferingRange, MirrorComparison, MirrorIndex, MirrorRecord, MirrorSettings,
-    VolumeGroupIndex, VolumeGroupRecord, VolumeMirror,
+    ComparisonState, DifferingRange, GroupClaim, MirrorComparison, MirrorIndex, MirrorRecord,
+    MirrorSettings, VolumeGroupIndex, VolumeGroupRecord, VolumeMirror,
 };
 pub use node::NodeRecord;
 pub use peer::{Introduction, MirrorAddressRecord, PeerLimits, PeerRecord};

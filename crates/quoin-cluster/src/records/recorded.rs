@@ -415,10 +415,16 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("volume-mirrored", &mirrored());
     hold("mirror", &mirror_of_a_group());
     hold("mirror-compared", &mirror_that_was_compared());
-    let group_name = "shop".to_owned();
+    let mut asked = mirror_of_a_group();
+    asked.given = Some(asked.settings.clone());
+    asked.confirmed = vec![Text(VolumeId(0xf01))];
+    asked.released = vec![Text(VolumeId(0xf01))];
+    hold("mirror-of-an-orchestrator", &asked);
     let members = vec![Text(VolumeId(0xf01))];
-    let id = Text(GroupId(0x67));
-    hold("volume-group", &VolumeGroupRecord { id, group_name, members, created_ms: 7 });
+    let shop = VolumeGroupRecord::new(GroupId(0x67), "shop", members, 7);
+    hold("volume-group", &shop);
+    let claim = Some(GroupClaim { name: "shop".into(), prefix: "vgr-".into() });
+    hold("volume-group-claimed", &VolumeGroupRecord { claim, ..shop });
     let member = |volume, with: bool| GroupMember {
         volume: Text(VolumeId(volume)),
         volume_name: "db".into(),

@@ -10,7 +10,9 @@ use quoin_api::control::cluster_server::Cluster;
 use quoin_api::control::*;
 use quoin_cluster::ownership::attachment::Publish;
 use quoin_cluster::ownership::recovery::Recovery;
-use quoin_cluster::records::{GroupRecord, Sharing, TokenRecord, VolumePhase, VolumeRecord};
+use quoin_cluster::records::{
+    GroupClaim, GroupRecord, Sharing, TokenRecord, VolumePhase, VolumeRecord,
+};
 use quoin_identity::{Caller, Role};
 use tonic::{Request, Response, Status, async_trait};
 
@@ -883,9 +885,15 @@ impl Cluster for Services {
         request: Request<CreateVolumeGroupRequest>,
     ) -> Result<Response<VolumeGroup>, Status> {
         self.manage(&request)?;
-        let CreateVolumeGroupRequest { name, volumes } = request.get_ref();
+        let CreateVolumeGroupRequest { name, volumes, claims, name_prefix } = request.get_ref();
         let groups = &self.controller.mirror.groups;
-        let group = groups.create(name, volumes).await?;
+        let group = match claims {
+            true => {
+                let claim = GroupClaim { name: name.clone(), prefix: name_prefix.clone() };
+                groups.claim(claim, volumes).await?
+            }
+            false => groups.create(name, volumes).await?,
+        };
         Ok(Response::new(groups.view(&group)))
     }
 
@@ -905,8 +913,13 @@ impl Cluster for Services {
     ) -> Result<Response<ListVolumeGroupsResponse>, Status> {
         self.look(&request)?;
         let groups = &self.controller.mirror.groups;
-        let groups = groups.list()?.iter().map(|group| groups.view(group)).collect();
-        Ok(Response::new(ListVolumeGroupsResponse { groups }))
+        let ListVolumeGroupsRequest { max_entries, starting_token, by_id } = request.get_ref();
+        let (page, next_token) = match by_id {
+            true => groups.page(*max_entries, starting_token)?,
+            false => (groups.list()?, String::new()),
+        };
+        let groups = page.iter().map(|group| groups.view(group)).collect();
+        Ok(Response::new(ListVolumeGroupsResponse { groups, next_token }))
     }
 
     async fn modify_volume_group(
@@ -926,7 +939,8 @@ impl Cluster for Services {
         request: Request<DeleteVolumeGroupRequest>,
     ) -> Result<Response<DeleteVolumeGroupResponse>, Status> {
         self.manage(&request)?;
-        self.controller.mirror.groups.delete(request.get_ref().group.as_ref()).await?;
+        let DeleteVolumeGroupRequest { group, only_empty } = request.get_ref();
+        self.controller.mirror.groups.delete(group.as_ref(), *only_empty).await?;
         Ok(Response::new(DeleteVolumeGroupResponse {}))
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, MirrorRef, VolumeGroupRef, VolumeRef, call_mirror_request};
+use quoin_api::volume::Local;
 use quoin_cluster::mirror::answers::{Answer, Call, No};
 use quoin_cluster::mirror::record::Parameters;
 use quoin_cluster::mirror::{
@@ -154,7 +155,12 @@ impl Mirrors {
         self.state.check_term()?;
         let of = self.of(asked.of.as_ref())?;
         let settings = settings(asked)?;
-        let peer = self.peers.the(&asked.peer)?;
+        let peer = self.peers.the(&asked.peer).map_err(|error| match error {
+            Error::NotFound { .. } => Error::Precondition(format!(
+                "{error}: it is not paired (`quoin mirror invite`, `quoin mirror pair`)"
+            )),
+            error => error,
+        })?;
         let cluster: ClusterId = crate::fields::id("peer", &peer.cluster)?;
         let (record, is_new) = self.begin(&of, &peer.cluster, cluster, &settings).await?;
         let ended = self.call(record.id.0, Call::Enable, ENABLED_WITHIN);
@@ -206,8 +212,10 @@ impl Mirrors {
         settings: &MirrorSettings,
     ) -> Result<(Arc<MirrorRecord>, bool), Error> {
         let _one = self.state.mirrored.changing.lock().await;
+        let heard = self.peers.heard_at(peer).is_some_and(|at| at.elapsed() < SILENT_AFTER);
         if let Some(found) = self.state.mirrored.group(of.id()) {
             return match found.role() {
+                Role::Off if !heard => Err(silent()),
                 Role::Off => Err(Error::Busy(format!(
                     "the mirror of {:?} that was ended is not told to its peer yet; try again",
                     of.name()
@@ -219,12 +227,7 @@ impl Mirrors {
                 _ if found.brain().peer != cluster => {
                     Err(Error::invalid("peer", "it is mirrored to another peer"))
                 }
-                _ if MirrorSettings { is_paused: false, ..found.settings.clone() } != *settings => {
-                    let rule = "it was enabled with other parameters on this side: disable it first, or \
-                                repeat those (`quoin mirror status` shows them)";
-                    Err(Error::invalid("parameters", rule))
-                }
-                _ => Ok((found, false)),
+                _ => Ok((self.take_over_settings(found, settings).await?, false)),
             };
         }
         if self.state.mirrored.records.count() >= GROUPS_MAX {
@@ -237,13 +240,8 @@ impl Mirrors {
         for member in &members {
             self.check_member(of, *member)?;
         }
-        let heard = self.peers.heard_at(peer).is_some_and(|at| at.elapsed() < SILENT_AFTER);
         if !heard {
-            return Err(Error::Precondition(
-                "no mirror of the peer was heard within 30 s, so nobody makes a copy there: `quoin \
-                 mirror peers` says why"
-                    .to_owned(),
-            ));
+            return Err(silent());
         }
         let own: ClusterId =
             crate::fields::id("cluster", &self.state.identity.cluster().to_string())?;
@@ -255,7 +253,8 @@ impl Mirrors {
         brain.chain = Chain::new(Begun { generation, at: None });
         brain.term = self.state.term().number;
         let name = (of.name().to_owned(), matches!(of, Of::Volume(_)));
-        let record = MirrorRecord::new(brain, name, settings.clone(), now_ms());
+        let mut record = MirrorRecord::new(brain, name, settings.clone(), now_ms());
+        record.given = Some(settings.clone());
         let made = self.state.mirrored.records.create(record).await?;
         let made = made.map_err(|_| Error::Busy("it is being mirrored; try again".to_owned()))?;
         let about = Object::new("mirror", made.id.0, &made.group_name);
@@ -265,12 +264,56 @@ impl Mirrors {
         Ok((made, true))
     }
 
+    /// Compares what is asked for with what was asked for first on this side. A copy came with the settings of
+    /// the other side, and takes those of this one.
+    async fn take_over_settings(
+        &self,
+        found: Arc<MirrorRecord>,
+        settings: &MirrorSettings,
+    ) -> Result<Arc<MirrorRecord>, Error> {
+        match &found.given {
+            Some(given) if given != settings => {
+                let rule = "it was enabled with other parameters on this side: disable it first, or \
+                            repeat those (`quoin mirror status` shows them)";
+                return Err(Error::invalid("parameters", rule));
+            }
+            Some(_) if found.released.is_empty() => return Ok(found),
+            _ => {}
+        }
+        let change = |record: &mut MirrorRecord| {
+            let is_paused = record.settings.is_paused;
+            record.given = Some(settings.clone());
+            record.settings = MirrorSettings { is_paused, ..settings.clone() };
+            record.released.clear();
+            let mut brain = record.brain().clone();
+            brain.parameters = Parameters {
+                interval_s: if is_paused { 0 } else { settings.interval_s },
+                may_take_over: settings.may_take_over,
+            };
+            if brain != *record.brain() {
+                let version = record.version;
+                record.change(version, brain);
+            }
+            Ok(())
+        };
+        let updated = self.state.mirrored.records.update(&found.name(), change).await?;
+        let (record, ()) = updated.ok_or_else(|| Error::missing("mirror", &found.group_name))?;
+        self.look_at(record.id.0);
+        Ok(record)
+    }
+
     fn check_member(&self, of: &Of, member: VolumeId) -> Result<(), Error> {
         let volume = self.state.volumes.get(&member.to_string());
         let volume = volume.ok_or_else(|| Error::missing("volume", member.to_string()))?;
         let name = &volume.spec.name;
         if volume.phase != VolumePhase::Ready {
             return Err(Error::Busy(format!("volume {name:?} is not ready; try again")));
+        }
+        if volume.spec.options.local == Local::Required {
+            return Err(Error::Precondition(format!(
+                "volume {name:?} is bound to nodes of this cluster (local: required), so its copy would be \
+                 of no use there"
+            )));
         }
         if volume.mirror.is_some() {
             return Err(Error::Precondition(format!(
@@ -319,6 +362,9 @@ impl Mirrors {
         let (record, answer) = self.until_there(&record, call, is_promotion).await?;
         let name = &record.group_name;
         match answer {
+            Answer::Ok if is_promotion && !record.released.is_empty() => {
+                self.take_back(&record).await.map(|record| (record, false))
+            }
             Answer::Ok => Ok((record, false)),
             Answer::Ready(ready) => Ok((record, ready)),
             Answer::Precondition(why) => Err(Error::Precondition(self.words(name, why))),
@@ -334,6 +380,16 @@ impl Mirrors {
                 self.waits_for(&record).await
             ))),
         }
+    }
+
+    /// Copies that an orchestrator deleted are its again once they are promoted.
+    async fn take_back(&self, record: &MirrorRecord) -> Result<Arc<MirrorRecord>, Error> {
+        let change = |record: &mut MirrorRecord| {
+            record.released.clear();
+            Ok(())
+        };
+        let updated = self.state.mirrored.records.update(&record.name(), change).await?;
+        Ok(updated.map_or_else(|| Arc::new(record.clone()), |(record, ())| record))
     }
 
     async fn until_there(
@@ -404,6 +460,14 @@ impl Mirrors {
         self.look_at(record.id.0);
         Ok(record)
     }
+}
+
+fn silent() -> Error {
+    Error::Precondition(
+        "no mirror of the peer was heard within 30 s, so nobody makes a copy there: `quoin mirror peers` \
+         says why"
+            .to_owned(),
+    )
 }
 
 fn settings(asked: &api::EnableMirrorRequest) -> Result<MirrorSettings, Error> {

@@ -6,9 +6,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::{GroupIntroduction, VolumeIntroduction, VolumeSpec, peer_word};
+use quoin_api::control::{GroupIntroduction, Topology, VolumeIntroduction, VolumeSpec, peer_word};
 use quoin_cluster::mirror::record::Parameters;
-use quoin_cluster::mirror::{Keepsake, Record as Brain, Role};
+use quoin_cluster::mirror::{Keepsake, Member, Record as Brain, Role};
 use quoin_cluster::ownership::mirrored;
 use quoin_cluster::records::{
     MirrorRecord, MirrorSettings, PeerRecord, Record, Text, VolumeGroupRecord, VolumePhase,
@@ -23,6 +23,7 @@ use super::driver::{Live, Mirrors};
 use crate::Error;
 use crate::state::events::{Object, Severity};
 use crate::time::now_ms;
+use crate::volume::topology;
 
 /// Between two introductions of copies that are not there yet, and of those that are: key slots travel.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -75,10 +76,36 @@ impl Mirrors {
                 }),
                 size_bytes: volume.size_bytes,
                 record: brain.encode(),
+                used_in: topologies(&volume),
             };
             self.say(peer.clone(), group, peer_word::What::Volume(introduction));
         }
         self.say(peer, group, peer_word::What::Group(introduction));
+    }
+
+    /// Records which members the other side has, so that it is known while that side is away.
+    pub(super) async fn confirm(&self, live: &Live, record: &MirrorRecord) -> Result<(), Error> {
+        let brain = record.brain();
+        let Some(word) = live.brain.heard().filter(|_| brain.is_paired) else { return Ok(()) };
+        let is_told = |volume| word.members.iter().any(|member| member.volume == volume);
+        let is_new = |member: &&Member| !record.is_confirmed(member) && is_told(member.volume);
+        let is_left = |volume: &Text<VolumeId>| !brain.members.iter().any(|m| m.volume == volume.0);
+        if !brain.members.iter().any(|member| is_new(&member))
+            && !record.confirmed.iter().any(is_left)
+        {
+            return Ok(());
+        }
+        let change = |record: &mut MirrorRecord| {
+            record.confirmed.retain(|volume| !is_left(volume));
+            let new = brain.members.iter().filter(|member| is_told(member.volume));
+            for member in new.map(|member| Text(member.volume)) {
+                if !record.confirmed.contains(&member) {
+                    record.confirmed.push(member);
+                }
+            }
+            Ok(())
+        };
+        self.state.mirrored.records.update(&record.name(), change).await.map(drop)
     }
 
     fn refuse(&self, peer: &PeerRecord, group: GroupId, why: &str) {
@@ -123,6 +150,7 @@ impl Mirrors {
                 ))),
             };
         }
+        self.check_used_in(&said.used_in)?;
         let (copies, bytes) = self.state.mirrored.copies_of(&self.state, &peer.cluster);
         check_quota(peer, (copies, bytes), said.size_bytes)?;
         let keepsake = Keepsake { is_primary: false, begun: theirs.chain.top() };
@@ -133,6 +161,28 @@ impl Mirrors {
         let about = crate::state::about(&volume);
         self.state.events.record(Severity::Normal, about, "CopyMade", message);
         Ok(())
+    }
+
+    /// # Errors
+    /// No node of this cluster is where users of the volume are bound to.
+    fn check_used_in(&self, used_in: &[Topology]) -> Result<(), Error> {
+        let wanted = topology::read("usedIn", used_in)?;
+        let nodes = self.state.nodes.list();
+        let is_there = nodes.iter().any(|node| topology::accessible(&wanted, &node.topology));
+        if is_there || wanted.is_empty() {
+            return Ok(());
+        }
+        let named = |one: &topology::Segments| {
+            let all: Vec<String> =
+                one.iter().map(|(key, value)| format!("{key}={value}")).collect();
+            all.join(",")
+        };
+        let named: Vec<String> = wanted.iter().map(named).collect();
+        Err(Error::Precondition(format!(
+            "users of the volume are bound to {}, and no node there is in it: give a node there these \
+             segments (`quoin node run --topology`)",
+            named.join(" or ")
+        )))
     }
 
     /// The key slots of a copy are those of its source: a rotation there counts here.
@@ -259,12 +309,8 @@ impl Mirrors {
 
     /// The group of the same name here, which has the copies.
     async fn record_group(&self, id: GroupId, name: &str, brain: &Brain) -> Result<(), Error> {
-        let group = VolumeGroupRecord {
-            id: Text(id),
-            group_name: self.free_name(id, name),
-            members: brain.members.iter().map(|member| Text(member.volume)).collect(),
-            created_ms: now_ms(),
-        };
+        let members = brain.members.iter().map(|member| Text(member.volume)).collect();
+        let group = VolumeGroupRecord::new(id, self.free_name(id, name), members, now_ms());
         // It may be there: a crash came between.
         self.state.mirrored.groups.create(group).await.map(drop)
     }
@@ -302,8 +348,11 @@ impl Mirrors {
         self.state.mirrored.groups.update(&known.name(), change).await?;
         let change = |record: &mut MirrorRecord| {
             record.group_name = name.clone().unwrap_or_else(|| record.group_name.clone());
-            record.settings =
-                MirrorSettings { is_paused: record.settings.is_paused, ..settings.clone() };
+            // Settings that were asked for here count more.
+            if record.given.is_none() {
+                record.settings =
+                    MirrorSettings { is_paused: record.settings.is_paused, ..settings.clone() };
+            }
             Ok(())
         };
         self.state.mirrored.records.update(&known.name(), change).await.map(drop)
@@ -343,6 +392,16 @@ fn check_quota(
 fn is_another(theirs: &Brain, ours: &Brain) -> bool {
     let begun = theirs.chain.all();
     begun[0].at.is_none() && !begun.iter().any(|begun| ours.chain.has(begun.generation))
+}
+
+/// Topologies that users of a volume are bound to, without those of single nodes: any node reaches any replica.
+fn topologies(volume: &VolumeRecord) -> Vec<Topology> {
+    let all = volume.spec.accessible_topology.iter().map(topology::without_node);
+    let all: Vec<_> = all.collect();
+    if all.iter().any(|segments| segments.is_empty()) {
+        return Vec::new();
+    }
+    all.into_iter().map(|segments| Topology { segments: segments.into_iter().collect() }).collect()
 }
 
 fn settings(said: &GroupIntroduction) -> Result<MirrorSettings, Error> {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use quoin_api::control::{self as api, VolumeGroupRef, VolumeRef};
-use quoin_cluster::mirror::{MEMBERS_MAX, Member};
-use quoin_cluster::records::{MirrorRecord, Record, Text, VolumeGroupRecord};
+use quoin_cluster::mirror::{MEMBERS_MAX, Member, Role};
+use quoin_cluster::records::{GroupClaim, MirrorRecord, Record, Text, VolumeGroupRecord};
 use quoin_types::VolumeId;
 use quoin_types::ids::GroupId;
 
@@ -54,15 +54,13 @@ impl VolumeGroups {
                 }),
             };
         }
+        self.record(VolumeGroupRecord::new(GroupId(random_id()), name, members, now_ms())).await
+    }
+
+    async fn record(&self, group: VolumeGroupRecord) -> Result<Arc<VolumeGroupRecord>, Error> {
         if self.state.mirrored.groups.count() >= GROUPS_MAX {
             return Err(Error::Exhausted(format!("the cluster has {GROUPS_MAX} groups")));
         }
-        let group = VolumeGroupRecord {
-            id: Text(GroupId(random_id())),
-            group_name: name.to_owned(),
-            members,
-            created_ms: now_ms(),
-        };
         match self.state.mirrored.groups.create(group).await? {
             Ok(made) => {
                 let message = format!("of {} volumes", made.members.len());
@@ -73,14 +71,97 @@ impl VolumeGroups {
         }
     }
 
+    /// Makes a group for an orchestrator, or finds the one that it has. Members of a group that is there are
+    /// not changed: that is another call. A mirrored group of exactly these volumes that no orchestrator of this
+    /// cluster has is that group, and gets the name.
+    ///
+    /// # Errors
+    /// The name is none, or was given with another prefix; a volume is missing, or in another group.
+    pub async fn claim(
+        &self,
+        claim: GroupClaim,
+        volumes: &[VolumeRef],
+    ) -> Result<Arc<VolumeGroupRecord>, Error> {
+        self.state.check_ruling()?;
+        self.state.check_term()?;
+        let name = claim.shown();
+        spec::check_name(&claim.name)?;
+        spec::check_name(&name)?;
+        let _one = self.state.mirrored.changing.lock().await;
+        let is_it = |group: &&Arc<VolumeGroupRecord>| {
+            group.claim.as_ref().is_some_and(|held| held.name == claim.name)
+        };
+        if let Some(found) = self.state.mirrored.groups.list().iter().find(is_it) {
+            return match found.claim.as_ref() == Some(&claim) {
+                true => Ok(found.clone()),
+                false => Err(Error::Exists {
+                    what: "group",
+                    name: claim.name,
+                    difference: "volumeGroupNamePrefix".to_owned(),
+                }),
+            };
+        }
+        let named = self.named(&name);
+        let claimed = match named.clone().filter(|group| group.claim.is_none()) {
+            Some(group) => Some(group),
+            None => self.unclaimed_mirrored(volumes)?,
+        };
+        if let Some(group) = claimed {
+            let is_free = named.is_none_or(|other| other.id == group.id);
+            let change = |found: &mut VolumeGroupRecord| {
+                if is_free {
+                    found.group_name.clone_from(&name);
+                }
+                found.claim = Some(claim.clone());
+                Ok(())
+            };
+            let updated = self.state.mirrored.groups.update(&group.name(), change).await?;
+            let (group, ()) = updated.ok_or_else(|| Error::missing("group", &group.group_name))?;
+            return Ok(group);
+        }
+        if named.is_some() {
+            return Err(Error::Exists {
+                what: "group",
+                name,
+                difference: "name of its orchestrator".to_owned(),
+            });
+        }
+        let members = self.members(volumes, None)?;
+        let mut group = VolumeGroupRecord::new(GroupId(random_id()), name, members, now_ms());
+        group.claim = Some(claim);
+        self.record(group).await
+    }
+
+    /// The mirrored group of exactly these volumes that no orchestrator of this cluster has.
+    fn unclaimed_mirrored(
+        &self,
+        volumes: &[VolumeRef],
+    ) -> Result<Option<Arc<VolumeGroupRecord>>, Error> {
+        let mut wanted = Vec::new();
+        for reference in volumes.iter().take(MEMBERS_MAX + 1) {
+            wanted.push(self.state.volume(Some(reference))?.id);
+        }
+        wanted.sort();
+        let Some(first) = wanted.first() else { return Ok(None) };
+        let groups = self.state.mirrored.groups.indexed(|index| index.of_volume(first.0));
+        let is_it = |group: &Arc<VolumeGroupRecord>| {
+            let mut members = group.members.clone();
+            members.sort();
+            let role = self.state.mirrored.group(group.id.0).map(|mirror| mirror.role());
+            members == wanted && group.claim.is_none() && role.is_some_and(|role| role != Role::Off)
+        };
+        Ok(groups.into_iter().find(is_it))
+    }
+
     fn members(
         &self,
         volumes: &[VolumeRef],
         of: Option<GroupId>,
     ) -> Result<Vec<Text<VolumeId>>, Error> {
         if volumes.len() > MEMBERS_MAX {
-            let rule = format!("{} are named; a group has up to {MEMBERS_MAX}", volumes.len());
-            return Err(Error::invalid("volumes", rule));
+            let rule =
+                format!("volumes: {} are named; a group has up to {MEMBERS_MAX}", volumes.len());
+            return Err(Error::Exhausted(rule));
         }
         let mut members = Vec::new();
         for reference in volumes {
@@ -131,6 +212,39 @@ impl VolumeGroups {
         Ok(all)
     }
 
+    /// A page of groups in the order of their ids, and the token of the next one.
+    ///
+    /// # Errors
+    /// The token is none that this cluster gave.
+    pub fn page(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+    ) -> Result<(Vec<Arc<VolumeGroupRecord>>, String), Error> {
+        let after = starting_token.get(..32).unwrap_or_default();
+        if !starting_token.is_empty() && starting_token != self.token_after(after) {
+            let rule = "starting token: not one that this cluster gave; list from the start";
+            return Err(Error::Aborted(rule.to_owned()));
+        }
+        let mut page = self.list()?;
+        page.retain(|group| group.id.0.to_string().as_str() > after);
+        page.sort_by_key(|group| group.id.0.to_string());
+        let count = if max_entries == 0 { usize::MAX } else { max_entries as usize };
+        if page.len() <= count {
+            return Ok((page, String::new()));
+        }
+        page.truncate(count);
+        let last = page.last().map(|group| group.id.0.to_string()).unwrap_or_default();
+        Ok((page, self.token_after(&last)))
+    }
+
+    /// The token of the page after a group, which may be gone by then: a checksum tells that it was given here.
+    fn token_after(&self, id: &str) -> String {
+        let text = format!("groups of {} after {id}", self.state.identity.cluster());
+        let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
+        format!("{id}{}", hex::encode(&sum.as_ref()[..8]))
+    }
+
     /// Gives a group other members. Those of a mirrored group are those of its mirror: they join and leave it.
     ///
     /// # Errors
@@ -147,7 +261,7 @@ impl VolumeGroups {
             if mirror.role().is_copy() {
                 return Ok(group);
             }
-            if volumes.is_empty() {
+            if volumes.is_empty() && mirror.role().is_primary() {
                 return Err(mirrored(&group));
             }
         }
@@ -192,8 +306,12 @@ impl VolumeGroups {
     /// Deletes a group; its volumes stay. One that does not exist is deleted already.
     ///
     /// # Errors
-    /// It is mirrored from here.
-    pub async fn delete(&self, reference: Option<&VolumeGroupRef>) -> Result<(), Error> {
+    /// The group is mirrored from here, or has members although an empty one alone is to be deleted.
+    pub async fn delete(
+        &self,
+        reference: Option<&VolumeGroupRef>,
+        only_empty: bool,
+    ) -> Result<(), Error> {
         self.state.check_term()?;
         let _one = self.state.mirrored.changing.lock().await;
         let group = match self.get(reference) {
@@ -204,6 +322,13 @@ impl VolumeGroups {
             // It belongs to the mirror.
             Some(role) if role.is_copy() => return Ok(()),
             Some(role) if role.is_primary() => return Err(mirrored(&group)),
+            _ if only_empty && !group.members.is_empty() => {
+                return Err(Error::Precondition(format!(
+                    "group {:?} has {} volumes: take them out first",
+                    group.group_name,
+                    group.members.len()
+                )));
+            }
             _ => {}
         }
         self.state.mirrored.groups.remove(&group.name(), |_| true).await?;

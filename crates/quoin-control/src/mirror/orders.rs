@@ -355,6 +355,7 @@ impl Mirrors {
         match brain.role {
             Role::Primary => {
                 self.introduce(live, record);
+                self.confirm(live, record).await?;
                 self.end_left(record).await?;
             }
             Role::Secondary => self.end_left(record).await?,

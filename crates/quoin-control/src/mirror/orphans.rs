@@ -83,13 +83,16 @@ impl Mirrors {
         if !due.is_over || is_used {
             return Ok(());
         }
+        // First the group, as a volume of one is not deleted.
+        if !record.is_volume {
+            let named = VolumeGroupRef { id: group.to_string(), name: String::new() };
+            super::groups::VolumeGroups::new(self.state.clone())
+                .delete(Some(&named), false)
+                .await?;
+        }
         for volume in &volumes {
             let named = VolumeRef { id: volume.id.0.to_string(), name: String::new() };
             self.catalog.delete(Some(&named)).await?;
-        }
-        if !record.is_volume {
-            let named = VolumeGroupRef { id: group.to_string(), name: String::new() };
-            super::groups::VolumeGroups::new(self.state.clone()).delete(Some(&named)).await?;
         }
         let message = format!("it was an orphan for {} s, and nobody used it", age.as_secs());
         self.state.events.record(Severity::Warning, about(), "OrphanDeleted", message);

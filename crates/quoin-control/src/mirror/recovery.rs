@@ -99,9 +99,7 @@ async fn make(
         is_paused: false,
     };
     if !is_volume {
-        let group_name = name.clone();
-        let id = quoin_cluster::records::Text(group);
-        let record = VolumeGroupRecord { id, group_name, members: volumes, created_ms: now_ms() };
+        let record = VolumeGroupRecord::new(group, name.clone(), volumes, now_ms());
         // A group that is there keeps its name.
         let _ = state.mirrored.groups.create(record).await?;
     }

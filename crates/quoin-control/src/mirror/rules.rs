@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use quoin_cluster::mirror::Role;
 use quoin_cluster::ownership::mirrored::snapshot_of;
-use quoin_cluster::records::{SnapshotRecord, VolumeRecord};
-
+use quoin_cluster::records::{MirrorRecord, Record, SnapshotRecord, VolumeRecord};
 use quoin_cluster::wall_clock::is_ahead;
 
 use crate::Error;
@@ -104,6 +103,35 @@ pub(crate) fn keeps_all(state: &State, volume: &VolumeRecord) -> Result<bool, Er
     }
 }
 
+/// Notes that an orchestrator of this side deleted a copy, which stays.
+pub(crate) async fn release(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
+    let Some(mirror) = state.mirrored.of(volume) else { return Ok(()) };
+    if mirror.released.contains(&volume.id) {
+        return Ok(());
+    }
+    let change = |mirror: &mut MirrorRecord| {
+        if mirror.role().is_copy() && !mirror.released.contains(&volume.id) {
+            mirror.released.push(volume.id);
+        }
+        Ok(())
+    };
+    state.mirrored.records.update(&mirror.name(), change).await.map(drop)
+}
+
+/// # Errors
+/// The volume is in a group, whose members are not deleted.
+pub(crate) fn check_member(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
+    let groups = state.mirrored.groups.indexed(|index| index.of_volume(volume.id.0));
+    match groups.first() {
+        Some(group) => Err(Error::Precondition(format!(
+            "volume {:?} is in group {:?}: take it out of that first (`quoin group modify`), or delete \
+             the group (`quoin group delete`), whose volumes stay",
+            volume.spec.name, group.group_name
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Work of a mirror for which a volume that nobody has attached needs a target.
 pub(crate) fn work(state: &State, volume: &VolumeRecord) -> Option<String> {
     let mirror = volume.mirror.as_ref()?;
@@ -129,11 +157,7 @@ pub(crate) fn work(state: &State, volume: &VolumeRecord) -> Option<String> {
 }
 
 /// The last point came within three intervals.
-fn is_recent(
-    state: &State,
-    volume: &VolumeRecord,
-    record: &quoin_cluster::records::MirrorRecord,
-) -> bool {
+fn is_recent(state: &State, volume: &VolumeRecord, record: &MirrorRecord) -> bool {
     let newest = state.snapshots.of_volume(volume.id.0).iter().map(|s| s.wished_ms).max();
     let within_ms = record.settings.interval_s.saturating_mul(3000).min(600_000);
     let now_ms = now_ms();

@@ -38,6 +38,7 @@ pub(crate) fn of_volume(state: &State, volume: &VolumeRecord) -> Option<api::Mir
         role: record.map(|record| role(record.role()).to_owned()).unwrap_or_default(),
         group_id: mirror.group.0.to_string(),
         group_name: record.map(|record| record.group_name.clone()).unwrap_or_default(),
+        released: record.is_some_and(|record| record.released.contains(&volume.id)),
     })
 }
 
@@ -90,6 +91,8 @@ impl Mirrors {
         let peer = self.state.joined.peers.get(&brain.peer.to_string());
         let synced = known.as_ref().and_then(|known| known.synced_ms);
         let is_primary = brain.role == Role::Primary;
+        let is_cut_off =
+            peer.is_none() || known.as_ref().is_some_and(|known| !known.refused.is_empty());
         let held = brain.members.first().map(|m| observe::points(&self.state, m.volume));
         let held = held.unwrap_or_default();
         let shown = self.shown_ms(record, &held);
@@ -113,6 +116,8 @@ impl Mirrors {
                 .unwrap_or_default()
                 .to_owned(),
             health: match known.as_ref().filter(|_| is_primary).map(|known| known.health) {
+                // Nothing more gets there, and nothing heals it but a person.
+                Some(_) if is_cut_off => "error",
                 Some(Health::Healthy) => "healthy",
                 Some(Health::Degraded) => "degraded",
                 Some(Health::Error) => "error",
@@ -166,6 +171,7 @@ impl Mirrors {
             api::MirrorMember {
                 name: volume.as_ref().map(|v| v.spec.name.clone()).unwrap_or_default(),
                 has_base: member.has_base,
+                confirmed: record.is_confirmed(member),
                 waiting_for: match (&volume, failed) {
                     (None, _) => "its volume, which is gone".to_owned(),
                     (_, Some((_, why))) => why.clone(),

@@ -51,7 +51,7 @@ pub(crate) fn may_hold(wanted: &[Segments], has: &Segments) -> bool {
     wanted.is_empty() || wanted.iter().any(|one| is_within(has, &without_node(one)))
 }
 
-fn without_node(segments: &Segments) -> Segments {
+pub(crate) fn without_node(segments: &Segments) -> Segments {
     let others = segments.iter().filter(|(key, _)| !key.eq_ignore_ascii_case(NODE_KEY));
     others.map(|(key, value)| (key.clone(), value.clone())).collect()
 }

@@ -317,8 +317,9 @@ impl Catalog {
             found => found?,
         };
         if rules::keeps_all(&self.state, &volume)? {
-            return Ok(());
+            return rules::release(&self.state, &volume).await;
         }
+        rules::check_member(&self.state, &volume)?;
         // Until the volume's phase is recorded no snapshot of it is begun, and the last one not deleted.
         let changing = self.state.snapshots.changing.lock().await;
         let is_retained = self.state.snapshots.keeps(volume.id.0);

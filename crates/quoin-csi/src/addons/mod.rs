@@ -8,6 +8,8 @@
 mod healer;
 mod identity;
 mod reclaim_node;
+mod replication;
+mod volume_group;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -18,6 +20,8 @@ use quoin_api::csi_addons::identity::capability::{
 };
 use quoin_api::csi_addons::identity::identity_server::IdentityServer;
 use quoin_api::csi_addons::reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer;
+use quoin_api::csi_addons::replication::controller_server::ControllerServer as ReplicationServer;
+use quoin_api::csi_addons::volumegroup::controller_server::ControllerServer as VolumeGroupServer;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
@@ -27,6 +31,8 @@ use tower::Service;
 pub(crate) use healer::HealerService;
 use identity::IdentityService;
 use reclaim_node::ReclaimNodeService;
+use replication::ReplicationService;
+use volume_group::VolumeGroupService;
 
 use crate::in_flight::run_to_completion;
 use crate::plugin::Mode;
@@ -46,7 +52,6 @@ const PACKAGES: &[&str] = &[
 /// Side of a driver that a service belongs to.
 #[derive(Clone, Copy)]
 pub(crate) enum Side {
-    #[allow(dead_code)]
     Controller,
     Node,
 }
@@ -70,6 +75,16 @@ pub(crate) fn services(plugin: &Plugin) -> Services {
             ReclaimSpaceNodeServer::new(ReclaimNodeService(own())),
             Side::Node,
             &[Type::ReclaimSpace(ReclaimSpace { r#type: reclaim_space::Type::Online.into() })],
+        )
+        .serve(
+            ReplicationServer::new(ReplicationService(own())),
+            Side::Controller,
+            &replication::capabilities(),
+        )
+        .serve(
+            VolumeGroupServer::new(VolumeGroupService(own())),
+            Side::Controller,
+            &volume_group::capabilities(),
         )
 }
 

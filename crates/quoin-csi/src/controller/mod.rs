@@ -5,7 +5,7 @@ mod modify;
 mod response;
 mod snapshots;
 
-pub(crate) use response::{cut, group_snapshot};
+pub(crate) use response::{cut, group_snapshot, volume};
 
 use quoin_api::control as api;
 use quoin_api::csi::controller_server::Controller;
@@ -258,7 +258,7 @@ impl Controller for ControllerService {
             let (mut entries, mut token) = (Vec::new(), request.starting_token);
             loop {
                 let (page, next) = backend.list_volumes(max_entries, &token).await?;
-                entries.extend(page.iter().map(response::entry));
+                entries.extend(page.iter().filter(is_listed).map(response::entry));
                 token = next;
                 // All volumes are requested without a bound, whatever the control plane's page
                 // size.
@@ -454,6 +454,11 @@ impl Controller for ControllerService {
         })
         .await
     }
+}
+
+/// Returns false for a copy that was deleted here: it belongs to its mirror and stays, and nobody here counts on it.
+fn is_listed(volume: &&api::Volume) -> bool {
+    !volume.mirror.as_ref().is_some_and(|mirror| mirror.released)
 }
 
 /// Refuses a volume that is too small for its file system; otherwise the node alone would find out.

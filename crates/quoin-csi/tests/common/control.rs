@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use quoin_api::control::agent_client::AgentClient;
@@ -33,6 +34,8 @@ pub struct ControlPlane {
     running: Option<Running>,
     agents: BTreeMap<String, JoinHandle<()>>,
     client: ClusterClient<Channel>,
+    /// Pools say that they have the records of their volumes on media.
+    pub keeps_records: Arc<AtomicBool>,
 }
 
 struct Running {
@@ -47,10 +50,15 @@ impl ControlPlane {
     pub async fn start(home: PathBuf, socket: PathBuf) -> Self {
         quoin_control::init(&home, Default::default()).await.unwrap();
         let client = ClusterClient::new(unix_channel(&socket));
-        let mut control = Self { home, socket, running: None, agents: BTreeMap::new(), client };
+        let (agents, keeps_records) = (BTreeMap::new(), Arc::default());
+        let mut control = Self { home, socket, running: None, agents, client, keeps_records };
         control.serve().await;
         for index in 0..3 {
-            let agent = tokio::spawn(pool(unix_channel(&control.socket), index));
+            let agent = tokio::spawn(pool(
+                unix_channel(&control.socket),
+                index,
+                control.keeps_records.clone(),
+            ));
             control.agents.insert(format!("pool-{index}"), agent);
         }
         control
@@ -80,6 +88,36 @@ impl ControlPlane {
         self.running = Some(Running { stop, serving, address });
     }
 
+    /// Puts records where the next process finds them; this one has ended.
+    pub async fn put(&self, records: Vec<(String, Vec<u8>)>) {
+        assert!(self.running.is_none(), "the process has its records");
+        let store = loop {
+            match quoin_control::store::Embedded::open(&self.home.join("records.redb")) {
+                Ok(store) => break store,
+                Err(_) => tokio::time::sleep(RETRY).await,
+            }
+        };
+        let records = records.into_iter().map(|(key, value)| (key, Some(value))).collect();
+        quoin_control::store::Store::put_all(&store, records).await.unwrap();
+    }
+
+    /// Returns a record of the last process.
+    pub async fn record(&self, key: &str) -> Vec<u8> {
+        assert!(self.running.is_none(), "the process has its records");
+        let store = loop {
+            match quoin_control::store::Embedded::open(&self.home.join("records.redb")) {
+                Ok(store) => break store,
+                Err(_) => tokio::time::sleep(RETRY).await,
+            }
+        };
+        let found = quoin_control::store::Store::get(&store, key).await.unwrap();
+        found.unwrap_or_else(|| panic!("there is no record {key}")).value
+    }
+
+    pub fn agent(&self) -> AgentClient<Channel> {
+        AgentClient::new(unix_channel(&self.socket))
+    }
+
     /// Ends the process; its records stay.
     pub async fn stop(&mut self) {
         let Some(running) = self.running.take() else { return };
@@ -89,6 +127,11 @@ impl ControlPlane {
 
     pub fn address(&self) -> String {
         self.running.as_ref().unwrap().address.clone()
+    }
+
+    pub async fn cluster_id(&self) -> String {
+        let answer = self.client().get_cluster_info(GetClusterInfoRequest {}).await.unwrap();
+        answer.into_inner().cluster_id
     }
 
     pub fn client(&self) -> ClusterClient<Channel> {
@@ -212,7 +255,7 @@ impl Drop for ControlPlane {
 }
 
 /// A pool of a host of its own, for as long as the test runs.
-async fn pool(admin: Channel, index: u32) {
+async fn pool(admin: Channel, index: u32, keeps_records: Arc<AtomicBool>) {
     let mut agent = AgentClient::new(admin);
     let mut report = PoolReport {
         pool: format!("pool-{index}"),
@@ -232,7 +275,7 @@ async fn pool(admin: Channel, index: u32) {
     };
     let mut held = BTreeSet::new();
     loop {
-        let _gone = apply_assignments(&mut agent, &mut report, &mut held).await;
+        let _gone = apply_assignments(&mut agent, &mut report, &mut held, &keeps_records).await;
         tokio::time::sleep(RETRY).await;
     }
 }
@@ -242,6 +285,7 @@ async fn apply_assignments(
     agent: &mut AgentClient<Channel>,
     report: &mut PoolReport,
     held: &mut BTreeSet<String>,
+    keeps_records: &AtomicBool,
 ) -> Result<(), Status> {
     agent.report_pool(report.clone()).await?;
     let watched = agent.watch_pool(WatchPoolRequest { pool: report.pool.clone() }).await?;
@@ -256,7 +300,9 @@ async fn apply_assignments(
                 };
                 let removed = |guid: &String| assignment.removed.contains(guid);
                 report.replicas.retain(|one| !told(&one.guid) && !removed(&one.guid));
-                let replicas = assignment.replicas.into_iter().map(|one| apply_replica(one, held));
+                let replicas = assignment.replicas.into_iter();
+                let keeps = keeps_records.load(Ordering::Relaxed);
+                let replicas = replicas.map(|one| apply_replica(one, held, keeps));
                 report.replicas.extend(replicas);
             }
         }
@@ -264,7 +310,11 @@ async fn apply_assignments(
     }
 }
 
-fn apply_replica(assignment: ReplicaAssignment, held: &mut BTreeSet<String>) -> ReplicaReport {
+fn apply_replica(
+    assignment: ReplicaAssignment,
+    held: &mut BTreeSet<String>,
+    keeps_records: bool,
+) -> ReplicaReport {
     match assignment.phase.as_str() {
         "Delete" => drop(held.remove(&assignment.guid)),
         "Init" | "Clone" | "Recreate" => drop(held.insert(assignment.guid.clone())),
@@ -274,6 +324,7 @@ fn apply_replica(assignment: ReplicaAssignment, held: &mut BTreeSet<String>) -> 
     ReplicaReport {
         state: state.to_owned(),
         quorum: assignment.phase != "Recreate",
+        record_generation: if keeps_records { assignment.generation } else { 0 },
         replica_id: assignment.replica_id,
         guid: assignment.guid,
         volume_id: assignment.volume_id,

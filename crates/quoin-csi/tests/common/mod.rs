@@ -3,7 +3,9 @@
 #![allow(dead_code)]
 
 pub mod control;
+pub mod log;
 pub mod loop_attacher;
+pub mod peer;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -24,6 +26,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
 
 pub use control::ControlPlane;
+pub use log::Log;
 pub use loop_attacher::LoopAttacher;
 
 pub const NODE: &str = "node-a";
@@ -61,6 +64,7 @@ impl World {
     }
 
     pub async fn start_of(edition: Edition, mode: Mode, callers: Callers) -> Self {
+        log::keep_lines();
         let root = tempfile::Builder::new().prefix("quoin csi ").tempdir().unwrap();
         for directory in
             ["run/nbd", "other-node/nbd", "state", "devices", "stage", "pods", "socket"]
