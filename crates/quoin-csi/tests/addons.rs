@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 use crate::common::*;
 
 /// Returns what a process says of itself, by the names of the interface.
-async fn capabilities(channel: &Channel) -> Vec<String> {
+pub async fn capabilities(channel: &Channel) -> Vec<String> {
     let mut identity = IdentityClient::new(channel.clone());
     let answer = identity.get_capabilities(GetCapabilitiesRequest {}).await.unwrap().into_inner();
     let name = |kind: Type| match kind {

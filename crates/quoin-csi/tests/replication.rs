@@ -127,23 +127,15 @@ fn secrets() -> HashMap<String, String> {
     map(&[("passphrase", SECRET)])
 }
 
-/// Proves REPL-GENERAL-02, REPL-GENERAL-05, REPL-GENERAL-07, REPL-VOLID-01, REPL-SOURCE-01, REPL-SOURCE-02,
-/// REPL-SOURCE-03, REPL-SOURCE-04, REPL-SOURCE-05, REPL-SOURCE-06, REPL-SECRET-01, REPL-ERR-03, REPL-ENABLE-01,
-/// REPL-ENABLE-02, REPL-ENABLE-03, REPL-ENABLE-04, REPL-ENABLE-05, REPL-ENABLE-06, REPL-ENABLE-07, REPL-ENABLE-08,
-/// REPL-ENABLE-11, REPL-ENABLE-12, REPL-DISABLE-01, REPL-DISABLE-02, REPL-DISABLE-03, REPL-DISABLE-04,
-/// REPL-DISABLE-05, REPL-DISABLE-06, REPL-DISABLE-07, REPL-DISABLE-08, REPL-DISABLE-10, REPL-DISABLE-11,
-/// REPL-DISABLE-12, REPL-PROMOTE-01, REPL-PROMOTE-02, REPL-PROMOTE-03, REPL-PROMOTE-04, REPL-PROMOTE-05,
-/// REPL-PROMOTE-06, REPL-PROMOTE-07, REPL-PROMOTE-08, REPL-PROMOTE-13, REPL-PROMOTE-14, REPL-PROMOTE-15,
-/// REPL-DEMOTE-01, REPL-DEMOTE-02, REPL-DEMOTE-03, REPL-DEMOTE-04, REPL-DEMOTE-05, REPL-DEMOTE-06, REPL-DEMOTE-07,
-/// REPL-DEMOTE-08, REPL-DEMOTE-12, REPL-DEMOTE-13, REPL-DEMOTE-14, REPL-RESYNC-01, REPL-RESYNC-02, REPL-RESYNC-03,
-/// REPL-RESYNC-04, REPL-RESYNC-05, REPL-RESYNC-06, REPL-RESYNC-07, REPL-RESYNC-08, REPL-RESYNC-13, REPL-RESYNC-14,
-/// REPL-RESYNC-15, REPL-INFO-01, REPL-INFO-02, REPL-INFO-03, REPL-INFO-04, REPL-INFO-05, REPL-INFO-06,
-/// REPL-INFO-07, REPL-INFO-13, REPL-INFO-14, REPL-INFO-15, REPL-DEST-02, REPL-DEST-03, REPL-DEST-04,
-/// REPL1-ENABLE-01, REPL1-ENABLE-02, REPL1-ENABLE-04, REPL1-ENABLE-05, REPL1-DISABLE-01, REPL1-DISABLE-02,
-/// REPL1-DISABLE-04, REPL1-DISABLE-05, REPL1-DISABLE-09, REPL1-PROMOTE-01, REPL1-PROMOTE-02, REPL1-PROMOTE-04,
-/// REPL1-PROMOTE-05, REPL1-PROMOTE-06, REPL1-PROMOTE-07, REPL1-DEMOTE-01, REPL1-DEMOTE-02, REPL1-DEMOTE-04,
-/// REPL1-DEMOTE-05, REPL1-DEMOTE-06, REPL1-DEMOTE-07, REPL1-RESYNC-01, REPL1-RESYNC-02, REPL1-RESYNC-04,
-/// REPL1-RESYNC-05, REPL1-RESYNC-06, REPL1-RESYNC-07.
+/// Proves REPL-VOLID-01, REPL-SOURCE-01, REPL-SOURCE-02, REPL-SOURCE-03, REPL-SOURCE-04, REPL-SOURCE-05,
+/// REPL-SOURCE-06, REPL-SECRET-01, REPL-ENABLE-03, REPL-ENABLE-07, REPL-ENABLE-11, REPL-ENABLE-12, REPL-DISABLE-03,
+/// REPL-DISABLE-07, REPL-DISABLE-11, REPL-DISABLE-12, REPL-PROMOTE-03, REPL-PROMOTE-07, REPL-PROMOTE-13,
+/// REPL-PROMOTE-14, REPL-PROMOTE-15, REPL-DEMOTE-03, REPL-DEMOTE-07, REPL-DEMOTE-12, REPL-DEMOTE-13,
+/// REPL-DEMOTE-14, REPL-RESYNC-03, REPL-RESYNC-07, REPL-RESYNC-13, REPL-RESYNC-14, REPL-RESYNC-15, REPL-INFO-03,
+/// REPL-INFO-06, REPL-INFO-13, REPL-INFO-14, REPL-INFO-15, REPL-DEST-02, REPL-DEST-03, REPL-DEST-04,
+/// REPL1-ENABLE-01, REPL1-ENABLE-04, REPL1-ENABLE-05, REPL1-DISABLE-01, REPL1-DISABLE-04, REPL1-DISABLE-05,
+/// REPL1-PROMOTE-01, REPL1-PROMOTE-05, REPL1-PROMOTE-06, REPL1-PROMOTE-07, REPL1-DEMOTE-01, REPL1-DEMOTE-05,
+/// REPL1-DEMOTE-06, REPL1-DEMOTE-07, REPL1-RESYNC-01, REPL1-RESYNC-05, REPL1-RESYNC-06, REPL1-RESYNC-07.
 #[tokio::test]
 async fn a_call_that_does_not_name_one_source_is_refused_and_one_that_does_is_understood() {
     let log = Log::default();
@@ -249,7 +241,7 @@ async fn a_call_that_does_not_name_one_source_is_refused_and_one_that_does_is_un
     assert!(!text.contains(SECRET));
 }
 
-/// Proves REPL-PROMOTE-17, REPL-DEMOTE-16, REPL-RESYNC-17, REPL-INFO-17, REPL1-DEMOTE-09,
+/// Proves REPL-PROMOTE-17, REPL-DEMOTE-16, REPL-RESYNC-17, REPL-INFO-17, REPL-DEST-01, REPL1-DEMOTE-09,
 /// REPL1-RESYNC-09, REPL1-PROMOTE-09.
 #[tokio::test]
 async fn a_process_in_node_mode_serves_no_replication() {
@@ -261,11 +253,17 @@ async fn a_process_in_node_mode_serves_no_replication() {
     }
     let refused = destination(&client, None, HashMap::new()).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unimplemented);
+    let told = ["VOLUME_REPLICATION", "GET_REPLICATION_DESTINATION_INFO"];
+    let node = crate::addons::capabilities(&world.addons).await;
+    assert!(told.iter().all(|one| !node.iter().any(|kind| kind == one)), "{node:?}");
+    let world = World::start_in(Mode::CONTROLLER).await;
+    let controller = crate::addons::capabilities(&world.addons).await;
+    assert!(told.iter().all(|one| controller.iter().any(|kind| kind == one)), "{controller:?}");
 }
 
 /// Proves REPL-ENABLE-14, REPL-DISABLE-14, REPL-PROMOTE-18, REPL-DEMOTE-17, REPL-RESYNC-18, REPL-INFO-18,
-/// REPL-DEST-10, REPL1-ENABLE-03, REPL1-ENABLE-07, REPL1-DISABLE-03, REPL1-DISABLE-07, REPL1-PROMOTE-03,
-/// REPL1-DEMOTE-03, REPL1-DEMOTE-10, REPL1-RESYNC-03, REPL1-RESYNC-10, REPL1-SECRET-01, REPL1-PROMOTE-10.
+/// REPL-DEST-10, REPL1-ENABLE-07, REPL1-DISABLE-07, REPL1-DEMOTE-10, REPL1-RESYNC-10, REPL1-SECRET-01,
+/// REPL1-PROMOTE-10.
 #[tokio::test]
 async fn a_deployment_that_demands_secrets_is_called_with_those_that_authenticate_alone() {
     let directory = tempfile::tempdir().unwrap();
@@ -381,12 +379,8 @@ async fn until(client: &Client<Channel>, rpc: Rpc, asked: Asked, expected: Code)
     panic!("{rpc:?} has never {expected:?}: {:?}", ask(client, rpc, asked).await);
 }
 
-/// Proves REPL-GENERAL-03, REPL-GENERAL-04, REPL-ENABLE-09, REPL-ENABLE-10, REPL-ENABLE-13, REPL-ENABLE-16,
-/// REPL-ENABLE-17, REPL-ENABLE-18, REPL-DISABLE-13, REPL-PROMOTE-16, REPL-DEMOTE-15, REPL-RESYNC-16, REPL-INFO-16,
-/// REPL-INFO-20, REPL-ERR-01, REPL-DEST-05, REPL-DEST-06, REPL1-GENERAL-01, REPL1-GENERAL-02, REPL1-GENERAL-03,
-/// REPL1-EDITION-01, REPL1-ERR-01, REPL1-ERR-02, REPL1-ENABLE-01, REPL1-ENABLE-02, REPL1-ENABLE-04,
-/// REPL1-ENABLE-05, REPL1-ENABLE-06, REPL1-ENABLE-09, REPL1-DISABLE-06, REPL1-DEMOTE-08, REPL1-RESYNC-08,
-/// REPL1-PROMOTE-08.
+/// Proves REPL-GENERAL-03, REPL-GENERAL-04, REPL-ENABLE-16, REPL-ENABLE-17, REPL-ENABLE-18, REPL-INFO-20,
+/// REPL-DEST-05, REPL-DEST-06, REPL1-GENERAL-01, REPL1-ENABLE-01, REPL1-ENABLE-04, REPL1-ENABLE-05.
 #[tokio::test]
 async fn a_volume_is_enabled_once_the_peer_has_its_copy_and_one_call_at_a_time_works_on_it() {
     let mut world = World::start().await;
@@ -593,10 +587,9 @@ impl Sides {
 /// Cells of the table of answers that need no data of the volumes. Roles that change with data are in the tests of two
 /// real clusters.
 ///
-/// Proves REPL-ENABLE-16, REPL-DISABLE-16, REPL-PROMOTE-10, REPL-PROMOTE-11, REPL-PROMOTE-21, REPL-DEMOTE-10,
-/// REPL-RESYNC-20, REPL-INFO-08, REPL-INFO-10, REPL-INFO-11, REPL-INFO-12, REPL-INFO-20, REPL-INFO-21,
-/// REPL-DEST-06, REPL-DEST-07, REPL-DEST-09, REPL-COPY-02, REPL-COPY-03, REPL-COPY-04, REPL-COPY-06,
-/// REPL1-RESYNC-12.
+/// Proves REPL-ENABLE-16, REPL-DISABLE-16, REPL-PROMOTE-20, REPL-PROMOTE-21, REPL1-PROMOTE-12, REPL-RESYNC-20,
+/// REPL-INFO-12, REPL-INFO-20, REPL-INFO-21, REPL-DEST-06, REPL-DEST-07, REPL-DEST-09, REPL-COPY-02, REPL-COPY-03,
+/// REPL-COPY-04, REPL-COPY-06, REPL1-RESYNC-12.
 #[tokio::test]
 async fn every_role_answers_as_the_table_says() {
     let mut sides = Sides::start().await;
@@ -621,6 +614,15 @@ async fn every_role_answers_as_the_table_says() {
         assert_cells(&client, &source, &cells).await;
         assert_cells(&client, &source, COPY).await;
     }
+    // With `takeOver` on both sides a live primary is asked to step down by force alone.
+    let taken = sides.volume("taken");
+    until(&client, Promote, by_source(taken.clone()), Code::FailedPrecondition).await;
+    let refused = ask(&client, Promote, by_id(&sides.ids["taken"])).await;
+    assert_code(Promote, "by volume_id alone", &refused, Code::FailedPrecondition);
+    assert_cells(&client, &taken, &[(Info, false, Code::FailedPrecondition)]).await;
+    let copied = destination(&client, Some(taken.clone()), HashMap::new()).await;
+    assert!(copied.is_ok(), "its role stays: {copied:?}");
+
     // Asked for on this side first, then compared.
     let with = |interval: &str, asked: Asked| Asked {
         parameters: map(&[("schedulingInterval", interval)]),
@@ -632,7 +634,6 @@ async fn every_role_answers_as_the_table_says() {
     let other = ask(&client, Enable, with("6m", asked.clone())).await;
     assert_code(Enable, "others", &other, Code::InvalidArgument);
 
-    // A take-over of a primary that lives.
     let enabled = Asked {
         parameters: map(&[("onLivePeer", "takeOver")]),
         ..by_source(sides.volume("demoted"))

@@ -272,6 +272,7 @@ async fn groups_are_listed_in_pages_and_keep_their_ids_over_a_restart() {
     }
 }
 
+/// Proves ADDONS-GROUP-01.
 #[tokio::test]
 async fn groups_are_of_the_controller_and_their_callers_are_known() {
     let node_only = World::start_in(Mode::NODE).await;
@@ -289,6 +290,17 @@ async fn groups_are_of_the_controller_and_their_callers_are_known() {
     let list = directory.path().join("callers.yaml");
     std::fs::write(&list, "callers: []").unwrap();
     let world = World::start_with(Mode::CONTROLLER, Callers::read(&list).unwrap()).await;
+    let told = crate::addons::capabilities(&world.addons).await;
+    for kind in [
+        "VOLUME_GROUP",
+        "LIMIT_VOLUME_TO_ONE_VOLUME_GROUP",
+        "DO_NOT_ALLOW_VG_TO_DELETE_VOLUMES",
+        "MODIFY_VOLUME_GROUP",
+        "GET_VOLUME_GROUP",
+        "LIST_VOLUME_GROUPS",
+    ] {
+        assert!(told.iter().any(|one| one == kind), "{told:?}");
+    }
     let mut groups = Groups { client: Client::new(world.addons.clone()), world };
     let codes = [
         code(&groups.create("g", &[], &[]).await),
