@@ -587,7 +587,7 @@ impl Sides {
 /// Cells of the table of answers that need no data of the volumes. Roles that change with data are in the tests of two
 /// real clusters.
 ///
-/// Proves REPL-ENABLE-16, REPL-DISABLE-16, REPL-PROMOTE-20, REPL-PROMOTE-21, REPL1-PROMOTE-12, REPL-RESYNC-20,
+/// Proves REPL-ENABLE-16, REPL-DISABLE-16, REPL-PROMOTE-20, REPL-PROMOTE-21, REPL1-PROMOTE-12, REPL-RESYNC-20, REPL-RESYNC-21,
 /// REPL-INFO-12, REPL-INFO-20, REPL-INFO-21, REPL-DEST-06, REPL-DEST-07, REPL-DEST-09, REPL-COPY-02, REPL-COPY-03,
 /// REPL-COPY-04, REPL-COPY-06, REPL1-RESYNC-12.
 #[tokio::test]
@@ -653,6 +653,15 @@ async fn every_role_answers_as_the_table_says() {
         (Resync, false, Code::Ok),
     ];
     assert_cells(&client, &diverged, &forced).await;
+    for turn in 0.. {
+        let volumes = sides.world.cluster.volumes().await;
+        let found = volumes.iter().find(|volume| volume.id == sides.ids["diverged"]).unwrap();
+        if found.conditions.iter().any(|condition| condition.reason == "MirrorDiverged") {
+            break;
+        }
+        assert!(turn < 200, "no condition says that it diverged: {found:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     assert_cells(&client, &sides.volume("orphan"), ORPHAN).await;
 
     for name in ["copy", "demoted", "diverged", "orphan", "primary"] {
@@ -695,6 +704,34 @@ async fn every_role_answers_as_the_table_says() {
     assert_code(Promote, "an orphan", &ask(&client, Promote, orphan.clone()).await, Code::Ok);
     let answer = ask(&client, Demote, orphan).await;
     assert_code(Demote, "it is an ordinary volume", &answer, Code::FailedPrecondition);
+}
+
+/// Proves REPL-DEST-08.
+#[tokio::test]
+async fn the_destination_of_the_largest_group_names_every_member() {
+    let mut world = World::start().await;
+    let mut ids = Vec::new();
+    for number in 0..128 {
+        ids.push(world.create(&format!("v{number}"), 64 * MIB).await.volume_id);
+    }
+    let members: Vec<&str> = ids.iter().map(String::as_str).collect();
+    let group_id = "00000000000000000000000000000b16";
+    let cluster_id = world.cluster.cluster_id().await;
+    world.stop_control().await;
+    let mut mirrors = Mirrors::of(&cluster_id);
+    let copy = mirrors.brain(group_id, &members, Role::Secondary, false);
+    mirrors.put(&world.cluster, copy, Some("large")).await;
+    world.cluster.put(mirrors.into_records()).await;
+    world.start_control().await;
+    let client = Client::new(world.addons.clone());
+    until_destination(&client, group(group_id)).await;
+    let found = destination(&client, Some(group(group_id)), HashMap::new()).await.unwrap();
+    let Destination::Volumegroup(found) = found else { panic!("it is no group") };
+    let expected: HashMap<_, _> = ids.iter().map(|id| (id.clone(), id.clone())).collect();
+    assert_eq!(found.volume_ids, expected);
+    assert!(
+        found.volume_ids.iter().map(|(id, there)| id.len() + there.len()).sum::<usize>() > 4096
+    );
 }
 
 async fn until_destination(client: &Client<Channel>, source: ReplicationSource) {
