@@ -257,7 +257,7 @@ async fn what_was_lost_of_a_volume_is_made_again_with_its_data_and_nothing_else_
         *world.attacher.dead.lock().unwrap() = Some("served by node-b since epoch 31".into());
         let told = world.heal(request(&stage, &target)).await;
         assert!(told.abnormal && told.message.contains("DeviceDead"), "{told:?}");
-        assert!(told.message.contains("(sleep) has it open"), "{told:?}");
+        assert!(told.message.contains(") has it open"), "{told:?}");
         assert!(told.message.contains("restart the workload"), "the way out: {told:?}");
         assert_eq!(world.mounts().len(), before.len(), "a mount in use stays");
         drop(user);
@@ -322,7 +322,7 @@ async fn a_file_system_that_turned_read_only_is_checked_and_mounted_anew_once_no
     let user = User::of(&file);
     let told = world.heal(request(&stage, &target)).await;
     assert!(told.abnormal && told.message.contains("TurnedReadOnly"), "{told:?}");
-    assert!(told.message.contains("(sleep) has it open"), "{told:?}");
+    assert!(told.message.contains(") has it open"), "{told:?}");
     assert_eq!(fs::read_to_string(&file).unwrap(), "kept", "what could be read can be read");
     drop(user);
     // No controller is needed for that.

@@ -13,6 +13,8 @@ use quoin_api::csi::volume_capability::{self, AccessType, BlockVolume, MountVolu
 use quoin_api::csi::*;
 use quoin_api::csi_addons::healer::healer_node_client::HealerNodeClient;
 use quoin_api::csi_addons::healer::{NodeHealerRequest, NodeHealerResponse};
+use quoin_api::csi_addons::reclaimspace::NodeReclaimSpaceRequest;
+use quoin_api::csi_addons::reclaimspace::reclaim_space_node_client::ReclaimSpaceNodeClient;
 use tonic::Status;
 use tonic::transport::Channel;
 
@@ -144,6 +146,17 @@ impl Orchestrator {
         answer.map(tonic::Response::into_inner)
     }
 
+    /// Has a file system trimmed, as the sidecar does: by its staging path alone.
+    fn reclaim(&self, volume: &Used) {
+        let request = NodeReclaimSpaceRequest {
+            volume_id: volume.id.clone(),
+            staging_target_path: volume.staging.clone(),
+            ..Default::default()
+        };
+        let mut node = ReclaimSpaceNodeClient::new(self.addons.clone());
+        self.runtime.block_on(node.node_reclaim_space(request)).unwrap();
+    }
+
     fn heal(&self, volume: &Used) -> NodeHealerResponse {
         self.try_heal(volume, None).unwrap()
     }
@@ -201,6 +214,15 @@ fn loop_devices(dev: &Dev, id: &str) -> Vec<PathBuf> {
     entries.map(|entry| Path::new("/dev").join(entry.file_name())).collect()
 }
 
+/// Returns the bytes of each pool that hold data.
+fn used_bytes(dev: &Dev) -> Vec<u64> {
+    let pools = dev.json(&["pool", "list"]);
+    let pools = pools.as_array().unwrap().iter();
+    let of_db = pools.filter_map(|pool| pool["usedBytes"].as_u64()).collect::<Vec<_>>();
+    assert!(!of_db.is_empty());
+    of_db
+}
+
 fn mounts_at(path: &str) -> usize {
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
     mounts.lines().filter(|line| line.split(' ').nth(1) == Some(path)).count()
@@ -219,6 +241,7 @@ fn write_synced(path: &str, text: &str) {
 /// Proves HEAL-GENERAL-04, HEAL-RESP-01, HEAL-RESP-03: with processes that are killed and
 /// stopped, devices that are freed, mounts that are gone, a file system that the kernel stopped, an
 /// attachment that was taken away, a lost key, and without a controller.
+/// Proves ADDONS-RECLAIM-06: by what the pools hold.
 #[test]
 fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     if !can_attach() || !have("mkfs.ext4") || !have("losetup") {
@@ -264,14 +287,14 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     // The holder dies with it, so the device is gone; a workload holds the mount.
     let user = User::of(&file);
     dev.kill_together(&["attach", "attach-holder"]);
-    orchestrator.ill(&db, &["DeviceMissing", "(sleep) has it open", "restart the workload"]);
+    orchestrator.ill(&db, &["DeviceMissing", ") has it open", "restart the workload"]);
     assert_eq!((mounts_at(&db.staging), mounts_at(&db.target)), (1, 1), "nothing was taken");
     drop(user);
     let told = orchestrator.healed(&db, "the device is made anew");
     assert!(told.message.contains("device anew"), "{told:?}");
     kept("after the device was made anew");
     let user = User::of(&raw.target);
-    orchestrator.ill(&raw, &["DeviceMissing", "(sleep) has it open"]);
+    orchestrator.ill(&raw, &["DeviceMissing", ") has it open"]);
     drop(user);
     orchestrator.healed(&raw, "the block device is made anew");
     raw_kept("after the device was made anew");
@@ -301,12 +324,32 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stdout));
     kept("mounted again by a person");
 
+    // Trimmed by the node, a file system gives back what a deleted file had in the pools.
+    const GONE: u64 = 24 << 20;
+    let gone = format!("{}/gone", db.target);
+    std::fs::write(&gone, vec![0xa5; GONE as usize]).unwrap();
+    run("sync", &["-f", &db.target]);
+    let full = eventually("every pool tells what it holds", || {
+        let full = used_bytes(&dev);
+        full.iter().all(|used| *used >= GONE).then_some(full)
+    });
+    std::fs::remove_file(&gone).unwrap();
+    // ext4 trims only blocks that its journal has released.
+    run("sync", &["-f", &db.target]);
+    orchestrator.reclaim(&db);
+    eventually("every pool has it free", || {
+        let now = used_bytes(&dev);
+        let freed = |(full, now): (&u64, &u64)| now + GONE / 2 <= *full;
+        full.iter().zip(&now).all(freed).then_some(())
+    });
+    kept("after the trim");
+
     // The kernel stops the file system after an error.
     let name = loop_devices(&dev, &db.id).remove(0).file_name().unwrap().to_owned();
     let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
     if std::fs::write(&trigger, "1").is_ok() {
         let user = User::of(&file);
-        orchestrator.ill(&db, &["TurnedReadOnly", "(sleep) has it open"]);
+        orchestrator.ill(&db, &["TurnedReadOnly", ") has it open"]);
         let ended = dev.quoin(&["volume", "heal", "db"]);
         assert_eq!(ended.status.code(), Some(3));
         drop(user);

@@ -214,6 +214,8 @@ impl NodeHost {
         }
         if device.is_none() {
             Self::may_make_device(request, &staging)?;
+            // Nothing is taken away before a device can be made in its place.
+            self.prepare_target(request).await?;
         }
         self.take_down(&record, &staging, device.as_deref(), did).await?;
         if is_dead {
@@ -240,6 +242,23 @@ impl NodeHost {
                     .to_owned(),
             ));
         }
+        Ok(())
+    }
+
+    /// Waits for a target that serves the volume, and hands its key to it.
+    async fn prepare_target(&self, request: &HealRequest) -> Result<(), Stop> {
+        let volume = &request.volume;
+        self.step("waiting for the target")?;
+        if let Some(key) = &request.key {
+            self.hand(volume, key, PROCESS_MAX).await?;
+        } else if request.standing.as_ref().is_some_and(|standing| standing.waits_for_key) {
+            return Err(Stop::Not(
+                "its target has no key of it; send the secret \"encryptionKey\" with this call"
+                    .to_owned(),
+            ));
+        }
+        let within_ms = u64::try_from(TARGET_MAX.as_millis()).unwrap_or(u64::MAX);
+        wait_for_socket(volume, &self.nbd_socket(volume), within_ms).await?;
         Ok(())
     }
 
@@ -371,19 +390,7 @@ impl NodeHost {
         let device = match device {
             Some(device) => device,
             None => {
-                self.step("waiting for the target")?;
-                if let Some(key) = &wanted.key {
-                    self.hand(volume, key, PROCESS_MAX).await?;
-                } else if standing.waits_for_key {
-                    return Err(Stop::Not(
-                        "its target has no key of it; send the secret \"encryptionKey\" with this \
-                         call"
-                            .to_owned(),
-                    ));
-                }
                 let socket = self.nbd_socket(volume);
-                let within_ms = u64::try_from(TARGET_MAX.as_millis()).unwrap_or(u64::MAX);
-                wait_for_socket(volume, &socket, within_ms).await?;
                 self.step("attaching")?;
                 let device = self.attach(&wanted, socket).await?;
                 did.push("made its device anew");
