@@ -20,7 +20,7 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 51] = [
+const USES: [(&str, Purpose); 52] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
     ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
@@ -85,6 +85,7 @@ const USES: [(&str, Purpose); 51] = [
         Compares("a_time_is_ahead_where_no_correction_of_a_clock_explains_it"),
     ),
     ("crates/quoin-control/src/time.rs", Stamps),
+    ("crates/quoin-control/src/volume/network_fences.rs", Stamps),
     ("crates/quoin-control/src/volume/verification.rs", Stamps),
     ("crates/quoin-control/src/volume/volumes.rs", Stamps),
     (

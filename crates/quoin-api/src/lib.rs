@@ -48,6 +48,8 @@ pub mod csi_addons {
     }
 
     packages! {
+        encryptionkeyrotation
+        fence
         healer
         identity
         reclaimspace

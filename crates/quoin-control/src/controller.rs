@@ -53,6 +53,7 @@ impl Controller {
                 state.clone(),
                 volumes.verifier.clone(),
                 volumes.devices.clone(),
+                volumes.reclaims.clone(),
                 membership.terms.clone(),
                 disaster.salvage.clone(),
             ),

@@ -379,6 +379,57 @@ impl Backend {
         self.answered(answer)
     }
 
+    /// Replaces the key slots of a volume as it was read.
+    pub async fn set_key_slots(
+        &self,
+        volume: &api::Volume,
+        slots: api::Encryption,
+    ) -> Result<(), Status> {
+        let wanted = api::SetKeySlotsRequest {
+            volume: by_id(&volume.id),
+            encryption: Some(slots),
+            resource_version: volume.resource_version,
+        };
+        let answer = self.client.clone().set_key_slots(Self::request(wanted)).await;
+        self.answered(answer).map(drop)
+    }
+
+    /// Has the space that is dead in a volume's replicas given back, and waits for so long at most.
+    pub async fn reclaim_volume(
+        &self,
+        id: &str,
+        wait: Duration,
+    ) -> Result<api::ReclaimVolumeResponse, Status> {
+        let wait_ms = wait.as_millis().try_into().unwrap_or(u32::MAX);
+        let wanted = api::ReclaimVolumeRequest { volume: by_id(id), wait_ms };
+        let answer = self.client.clone().reclaim_volume(Self::request(wanted)).await;
+        self.answered(answer)
+    }
+
+    /// Fences blocks of addresses; 14 while that does not hold yet.
+    pub async fn add_fences(&self, blocks: Vec<String>) -> Result<(), Status> {
+        let wanted = Self::request(api::AddFencesRequest { blocks });
+        let answer = self.client.clone().add_fences(wanted).await;
+        self.answered(answer).map(drop)
+    }
+
+    pub async fn remove_fences(&self, blocks: Vec<String>) -> Result<(), Status> {
+        let wanted = Self::request(api::RemoveFencesRequest { blocks });
+        let answer = self.client.clone().remove_fences(wanted).await;
+        self.answered(answer).map(drop)
+    }
+
+    pub async fn fences(&self) -> Result<Vec<api::Fence>, Status> {
+        let wanted = Self::request(api::ListFencesRequest {});
+        let answer = self.client.clone().list_fences(wanted).await;
+        Ok(self.answered(answer)?.fences)
+    }
+
+    pub async fn nodes(&self) -> Result<Vec<api::Node>, Status> {
+        let answer = self.client.clone().list_nodes(Self::request(api::ListNodesRequest {})).await;
+        Ok(self.answered(answer)?.nodes)
+    }
+
     /// Returns the addresses of all pools.
     pub async fn pool_addresses(&self) -> Result<Vec<String>, Status> {
         let answer = self.client.clone().list_pools(Self::request(api::ListPoolsRequest {})).await;

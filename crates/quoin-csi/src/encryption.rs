@@ -6,10 +6,11 @@
 use std::collections::HashMap;
 
 use quoin_api::control::{self as api, VolumeSpec};
-use quoin_encryption::{DataKey, Encryption, Error, UserKey};
+use quoin_encryption::{DataKey, Encryption, Error, KeySlot, UserKey};
+use quoin_node::NodeHost;
 use tonic::Status;
 
-use crate::refusal::{internal, invalid, unauthenticated};
+use crate::refusal::{from_node, internal, invalid, precondition, unauthenticated};
 
 /// The secret with the key of a volume.
 pub const SECRET: &str = "encryptionKey";
@@ -60,6 +61,103 @@ pub async fn of_stage(
     }
     let user = user_key(secrets)?;
     unlock(volume, user).await.map(Some)
+}
+
+/// Keys of a rotation: the new one, and one that may open the volume, where it came too.
+pub struct RotationKeys {
+    new: UserKey,
+    former: Option<UserKey>,
+}
+
+/// Returns the keys of a rotation. `given`: the new key; where it is empty, it is among the secrets.
+///
+/// # Errors
+/// 16 without a new key, 3 where one breaks its rule.
+pub fn keys_of_rotation(
+    given: &str,
+    secrets: &HashMap<String, String>,
+) -> Result<RotationKeys, Status> {
+    if given.is_empty() {
+        return Ok(RotationKeys { new: user_key(secrets)?, former: None });
+    }
+    let new = UserKey::parse(given.as_bytes());
+    let new = new.map_err(|rule| invalid("encryption_key", format!("is no key: {rule}")))?;
+    let has_former = secrets.get(SECRET).is_some_and(|text| !text.is_empty());
+    let former = if has_former { Some(user_key(secrets)?) } else { None };
+    Ok(RotationKeys { new, former })
+}
+
+/// Returns the key slots of a volume after a rotation; `None`: the new key is in force already. The data key
+/// is wrapped by the target of this node, if it has that, and else here, with a key that opens the volume.
+///
+/// # Errors
+/// 16 where nothing here opens the volume; 9 where it has no room for another slot.
+pub async fn rotate(
+    volume: &api::Volume,
+    keys: &RotationKeys,
+    host: &NodeHost,
+) -> Result<Option<api::Encryption>, Status> {
+    let slots = volume.spec.as_ref().and_then(|spec| spec.encryption.as_ref());
+    let slots = slots.ok_or_else(|| refused(&Error::WrongKey))?;
+    let encryption = Encryption::try_from(slots).map_err(|error| refused(&error))?;
+    let opened = unlock_with(&encryption, &keys.new).await?;
+    let names = encryption.slot_names();
+    if opened.as_ref().is_some_and(|opened| opened.slot == SLOT || names.len() == 1) {
+        return Ok(None);
+    }
+    let slot = match opened {
+        Some(opened) => slot_here(&encryption, opened.key, &keys.new).await?,
+        None => {
+            let wrapped = host.wrap_key(&volume.id, &keys.new, SLOT).await;
+            match (wrapped.map_err(|error| from_node(&error))?, &keys.former) {
+                (Some(slot), _) => slot,
+                (None, Some(former)) => {
+                    let opened = unlock_with(&encryption, former).await?;
+                    let opened = opened.ok_or_else(|| refused(&Error::WrongKey))?;
+                    slot_here(&encryption, opened.key, &keys.new).await?
+                }
+                (None, None) => {
+                    return Err(unauthenticated(format!(
+                        "volume {:?} is not in use on this node with its key, and no key came that opens \
+                         it: rotate the key where it is used, or send the present one too (secret \
+                         {SECRET:?}, with the new one as encryption_key)",
+                        volume.id
+                    )));
+                }
+            }
+        }
+    };
+    let new = keys.new.clone();
+    let next = blocking(move || encryption.with_slot(slot, &new)).await?;
+    match next {
+        Ok(next) => Ok(Some(api::Encryption::from(&next))),
+        Err(Error::SlotsFull) => Err(precondition(
+            "the volume has as many key slots as it may: remove one (`quoin volume key remove`)",
+        )),
+        Err(error) => Err(refused(&error)),
+    }
+}
+
+async fn unlock_with(
+    encryption: &Encryption,
+    user: &UserKey,
+) -> Result<Option<quoin_encryption::Unlocked>, Status> {
+    let (encryption, user) = (encryption.clone(), user.clone());
+    match blocking(move || encryption.unlock(&user)).await? {
+        Ok(unlocked) => Ok(Some(unlocked)),
+        Err(Error::WrongKey) => Ok(None),
+        Err(error) => Err(refused(&error)),
+    }
+}
+
+async fn slot_here(
+    encryption: &Encryption,
+    key: DataKey,
+    new: &UserKey,
+) -> Result<KeySlot, Status> {
+    let (encryption, new) = (encryption.clone(), new.clone());
+    let slot = blocking(move || encryption.slot_of(&key, &new, SLOT)).await?;
+    slot.map_err(|error| refused(&error))
 }
 
 async fn unlock(volume: &api::Volume, user: UserKey) -> Result<DataKey, Status> {

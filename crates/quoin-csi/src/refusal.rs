@@ -219,6 +219,11 @@ pub fn not_served(rpc: &str, why: &str) -> Status {
     Status::unimplemented(format!("{rpc} is not served: {why}"))
 }
 
+/// Reports a host without any address that others could know: 14.
+pub fn no_address(node: &str) -> Status {
+    Status::unavailable(format!("node {node} has no address yet that another host could know"))
+}
+
 /// Converts an error of the node library into the interface's code.
 pub fn from_node(error: &quoin_node::Error) -> Status {
     use quoin_node::Kind;

@@ -2,6 +2,7 @@
 //! linked once.
 
 mod addons;
+mod addons_cluster;
 mod clones;
 mod common;
 

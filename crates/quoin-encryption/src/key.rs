@@ -40,13 +40,24 @@ impl UserKey {
         if text.len() == 2 * RAW_BYTES && text.iter().all(u8::is_ascii_hexdigit) {
             let mut raw = Zeroizing::new(vec![0; RAW_BYTES]);
             hex::decode_to_slice(text, &mut raw).map_err(|_| Error::UserKey)?;
-            return Ok(Self::Raw(raw));
+            return Self::raw(raw);
         }
-        let is_text = std::str::from_utf8(text).is_ok() && !text.contains(&0);
+        Self::passphrase(Zeroizing::new(text.to_vec()))
+    }
+
+    pub(crate) fn passphrase(text: Zeroizing<Vec<u8>>) -> Result<Self, Error> {
+        let is_text = std::str::from_utf8(&text).is_ok() && !text.contains(&0);
         if !is_text || !(PASSPHRASE_BYTES_MIN..=PASSPHRASE_BYTES_MAX).contains(&text.len()) {
             return Err(Error::UserKey);
         }
-        Ok(Self::Passphrase(Zeroizing::new(text.to_vec())))
+        Ok(Self::Passphrase(text))
+    }
+
+    pub(crate) fn raw(raw: Zeroizing<Vec<u8>>) -> Result<Self, Error> {
+        if raw.len() != RAW_BYTES {
+            return Err(Error::UserKey);
+        }
+        Ok(Self::Raw(raw))
     }
 }
 

@@ -187,6 +187,37 @@ impl Encryption {
         Ok(())
     }
 
+    /// Returns the slot that `user` opens, for another key of the same data key under that name.
+    ///
+    /// # Errors
+    /// [`Error::WrongKey`] where it is not the volume's data key; [`Error::SlotName`].
+    pub fn slot_of(&self, key: &DataKey, user: &UserKey, name: &str) -> Result<KeySlot, Error> {
+        if !self.is_key(key) {
+            return Err(Error::WrongKey);
+        }
+        KeySlot::wrap(key, user, name)
+    }
+
+    /// Returns these slots with one in place of that of its name, or of the only one; slots of other names stay.
+    /// Slots that `new` opens beside it go.
+    ///
+    /// # Errors
+    /// [`Error::WrongKey`] where `new` does not open the volume by the slot; [`Error::SlotsFull`].
+    pub fn with_slot(&self, slot: KeySlot, new: &UserKey) -> Result<Self, Error> {
+        let mut next = self.clone();
+        let is_only_one = next.slots.len() == 1;
+        next.slots.retain(|other| other.name != slot.name && !is_only_one);
+        while let Ok(opened) = next.unlock(new) {
+            next.slots.retain(|other| other.name != opened.slot);
+        }
+        if next.slots.len() >= SLOTS_MAX {
+            return Err(Error::SlotsFull);
+        }
+        next.slots.push(slot);
+        next.unlock(new)?;
+        Ok(next)
+    }
+
     /// Removes a slot. `user` must open another one, so that no volume becomes unreadable by it.
     ///
     /// # Errors
@@ -235,7 +266,7 @@ impl Encryption {
 }
 
 impl KeySlot {
-    fn wrap(key: &DataKey, user: &UserKey, name: &str) -> Result<Self, Error> {
+    pub(crate) fn wrap(key: &DataKey, user: &UserKey, name: &str) -> Result<Self, Error> {
         let derivation = match user {
             UserKey::Passphrase(_) => SCRYPT,
             UserKey::Raw(_) => Derivation::Hkdf,

@@ -45,6 +45,55 @@ pub mod bare_key {
     }
 }
 
+/// A user's key on a socket of this host. Whoever serializes with it writes a bare key.
+pub mod bare_user_key {
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use zeroize::Zeroizing;
+
+    use crate::UserKey;
+
+    #[derive(Serialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Told<'a> {
+        Passphrase(&'a str),
+        Raw(&'a str),
+    }
+
+    #[derive(Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Heard {
+        Passphrase(String),
+        Raw(String),
+    }
+
+    /// # Errors
+    /// Errors of the serializer.
+    pub fn serialize<S: Serializer>(key: &UserKey, serializer: S) -> Result<S::Ok, S::Error> {
+        let (UserKey::Passphrase(bytes) | UserKey::Raw(bytes)) = key;
+        let text = Zeroizing::new(hex::encode(bytes));
+        match key {
+            UserKey::Passphrase(_) => Told::Passphrase(&text).serialize(serializer),
+            UserKey::Raw(_) => Told::Raw(&text).serialize(serializer),
+        }
+    }
+
+    /// # Errors
+    /// Text that is no key. The message repeats nothing of it.
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<UserKey, D::Error> {
+        let none = || D::Error::custom("a key that is none");
+        let bytes = |text: String| {
+            let text = Zeroizing::new(text);
+            hex::decode(text.as_bytes()).map(Zeroizing::new).map_err(|_| none())
+        };
+        let key = match Heard::deserialize(deserializer)? {
+            Heard::Passphrase(text) => UserKey::passphrase(bytes(text)?),
+            Heard::Raw(text) => UserKey::raw(bytes(text)?),
+        };
+        key.map_err(|_| none())
+    }
+}
+
 /// As [`bare_key`], where a key may be absent.
 pub mod bare_key_or_none {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};

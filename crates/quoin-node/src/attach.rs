@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use quoin_encryption::DataKey;
 use quoin_encryption::handing::{self, Refusal};
+use quoin_encryption::{DataKey, KeySlot, UserKey};
 use tokio::io::AsyncReadExt;
 
 use crate::error::Error;
@@ -86,6 +86,29 @@ pub async fn hand_key(
             what: format!("the target of volume {volume} to take its key: {error}"),
             waited_ms: deadline_ms,
             way_out: "`quoin volume get` shows the reason, and this call may be repeated",
+        }),
+    }
+}
+
+/// Has the target whose sockets are in `directory` wrap a volume's key for another key of a user. `None`: no
+/// target there has the volume's key.
+///
+/// # Errors
+/// [`Error::Waiting`] where the target could not do it.
+pub async fn wrap_key(
+    volume: &str,
+    directory: &Path,
+    user: &UserKey,
+    slot: &str,
+) -> Result<Option<KeySlot>, Error> {
+    match handing::wrap(&directory.join(handing::SOCKET), volume, user, slot).await {
+        Ok(slot) => Ok(Some(slot)),
+        Err(handing::Error::Refused(Refusal::NotServed | Refusal::NotEncrypted)) => Ok(None),
+        Err(handing::Error::Target { .. }) => Ok(None),
+        Err(error) => Err(Error::Waiting {
+            what: format!("the target of volume {volume} to wrap its key: {error}"),
+            waited_ms: 0,
+            way_out: "this call may be repeated",
         }),
     }
 }

@@ -21,6 +21,7 @@ mod format;
 mod group;
 mod holders;
 mod host;
+mod host_addresses;
 mod mount;
 mod mountinfo;
 mod probe;
@@ -37,6 +38,7 @@ pub use host::{
     FaultKind, HealRequest, Healed, HostOptions, NodeHost, PublishRequest, StageRequest, Standing,
     VolumeFault, VolumeStats, staged_at,
 };
+pub use host_addresses::host_addresses;
 pub use mount::parse_flags as parse_mount_flags;
 pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};
 pub use records::Access;

@@ -54,6 +54,24 @@ pub fn generation(kept: &[u8]) -> u64 {
     control::Keepsake::decode(kept).map_or(0, |keepsake| keepsake.generation)
 }
 
+/// Order to give the dead space of a replica back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ReclaimOrder {
+    pub guid: ReplicaGuid,
+    pub request: u64,
+}
+
+impl ReclaimOrder {
+    /// Reads the orders of a message. One that cannot be read is of no replica here.
+    pub fn all(message: &control::PoolAssignment) -> Vec<Self> {
+        let order = |order: &control::ReclaimOrder| {
+            let guid = id("guid", &order.guid).ok()?;
+            Some(Self { guid, request: order.request })
+        };
+        message.reclaims.iter().filter_map(order).filter(|order| order.request != 0).collect()
+    }
+}
+
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Assignment(pub Vec<Wanted>);
 
@@ -88,6 +106,10 @@ pub struct ReplicaState {
     pub hears_target: bool,
     /// Generation of the record of its volume that is on media; 0: none.
     pub record_generation: u64,
+    /// The highest epoch that it has promised, which is on media.
+    pub promised: Epoch,
+    /// The order to give space back that was carried out last.
+    pub reclaimed: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -229,6 +251,8 @@ impl ReplicaState {
                 false => control::replica_report::Hearing::Silent.into(),
             },
             record_generation: self.record_generation,
+            promised_epoch: self.promised.0,
+            reclaimed: self.reclaimed,
         }
     }
 }

@@ -24,7 +24,7 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
 use crate::address::Advertised;
-use crate::assignment::{Assignment, AssignmentChange, PoolState, ReplicaState};
+use crate::assignment::{Assignment, AssignmentChange, PoolState, ReclaimOrder, ReplicaState};
 use crate::scrub::ScrubState;
 use crate::shard::Input;
 use crate::{Options, ShardHandle};
@@ -125,6 +125,10 @@ impl Control {
             }
             self.shard.send(input);
             self.shard.send(Input::Scrub { request: message.scrub_request });
+            let reclaims = ReclaimOrder::all(&message);
+            if !reclaims.is_empty() {
+                self.shard.send(Input::Reclaim(reclaims));
+            }
             self.changed.notify_one();
             self.tell_holdings(message.holdings_request).await?;
         }
@@ -453,6 +457,8 @@ mod tests {
             is_clone: false,
             hears_target: false,
             record_generation: 0,
+            promised: Default::default(),
+            reclaimed: 0,
         };
         let mut told = Told::new();
         let mut report = |(now, is_partial): (&[ReplicaState], bool), is_open: bool, is_taken| {

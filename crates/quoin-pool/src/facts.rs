@@ -23,6 +23,13 @@ pub trait PoolFacts {
     }
     /// Bytes that this replica takes.
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64;
+    /// Has the dead space of a replica given back as background work.
+    fn reclaim(&mut self, _guid: ReplicaGuid) {}
+    /// Returns true while that is under way.
+    fn is_reclaiming(&self, _guid: ReplicaGuid) -> bool {
+        false
+    }
+    fn end_reclaim(&mut self, _guid: ReplicaGuid) {}
     /// Times the pool was opened.
     fn start_counter(&self) -> u64;
     /// The highest mark that is on media ([`quoin_replication::recognition`]).
@@ -131,6 +138,15 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64 {
         self.replica_stats(guid).map_or(0, |stats| stats.allocated_bytes)
+    }
+    fn reclaim(&mut self, guid: ReplicaGuid) {
+        self.reclaim(guid);
+    }
+    fn is_reclaiming(&self, guid: ReplicaGuid) -> bool {
+        self.is_reclaiming(guid)
+    }
+    fn end_reclaim(&mut self, guid: ReplicaGuid) {
+        self.end_reclaim(guid);
     }
     fn start_counter(&self) -> u64 {
         self.starts()

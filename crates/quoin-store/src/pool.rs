@@ -300,6 +300,28 @@ impl<D: Disk> Pool<D> {
         self.replicas.values().map(|replica| replica.family.segments.live_bytes()).sum()
     }
 
+    /// Has the space that is dead of a replica given back as background work, though space is plenty; until
+    /// that is done, or the next start.
+    pub fn reclaim(&mut self, guid: ReplicaGuid) {
+        self.touch(guid);
+        if let Some(replica) = self.replicas.get_mut(&guid) {
+            scheduler::begin_reclaim(replica);
+        }
+    }
+
+    /// Returns true while space of a replica is given back. Once it is not, nothing more is to be gained.
+    pub fn is_reclaiming(&self, guid: ReplicaGuid) -> bool {
+        scheduler::is_reclaiming(self, guid)
+    }
+
+    /// Leaves what becomes dead of a replica to the clean-up of all.
+    pub fn end_reclaim(&mut self, guid: ReplicaGuid) {
+        self.touch(guid);
+        if let Some(replica) = self.replicas.get_mut(&guid) {
+            replica.maintenance.reclaims = false;
+        }
+    }
+
     pub fn replica_stats(&self, guid: ReplicaGuid) -> Option<ReplicaStats> {
         let replica = self.replicas.get(&guid)?;
         let segments = &replica.family.segments;

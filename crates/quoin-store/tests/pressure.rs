@@ -153,6 +153,61 @@ fn trimmed_space_of_a_resting_replica_is_free_again_without_further_writes() {
     }
 }
 
+/// Clean-up by itself leaves segments alone of which less than half is dead while space is plenty.
+#[test]
+fn what_is_dead_of_a_replica_is_given_back_where_that_is_asked_for_though_space_is_plenty() {
+    const LIVE: u64 = 8192;
+    let mut writer = Writer::new(256 << 20, LIVE);
+    let mut last = vec![0; LIVE as usize];
+    for lba in (0..LIVE).step_by(8) {
+        writer.append(EntryKind::Write, lba, 8).expect("room");
+        last[lba as usize..][..8].fill(writer.lsn);
+        writer.housekeeping();
+    }
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    for _ in 0..LIVE / 8 {
+        let lba = rng.random_range(0..LIVE / 4) * 4;
+        writer.append(EntryKind::Write, lba, 4).expect("room");
+        last[lba as usize..][..4].fill(writer.lsn);
+        writer.housekeeping();
+    }
+    let rest = |writer: &mut Writer| {
+        for _ in 0..400 {
+            writer.housekeeping();
+        }
+        assert_eq!(writer.pool.background_due(), Due::Idle, "it does not come to rest");
+        writer.pool.replica_stats(GUID).expect("it")
+    };
+    let before = rest(&mut writer);
+    let dead =
+        |stats: quoin_store::ReplicaStats| 100 - (stats.live_bytes * 100 / stats.allocated_bytes);
+    assert!(dead(before) > 20, "{before:?}: the test has nothing to give back");
+    assert!(!writer.pool.is_reclaiming(GUID));
+    writer.pool.reclaim(GUID);
+    assert!(writer.pool.is_reclaiming(GUID));
+    let mut rounds = 0;
+    while writer.pool.is_reclaiming(GUID) {
+        writer.housekeeping();
+        rounds += 1;
+        assert!(rounds < 2000, "it does not end");
+    }
+    writer.pool.end_reclaim(GUID);
+    let after = rest(&mut writer);
+    println!("{before:?} became {after:?} in {rounds} rounds");
+    assert!(after.allocated_bytes < before.allocated_bytes - (4 << 20), "{before:?} {after:?}");
+    // Open segments and those of nodes stay as they are.
+    assert!(dead(after) < 20, "{after:?}");
+    writer.check(ReadView::Live, &last);
+    // Again there is next to nothing to do, and of a replica that is not there nothing at all.
+    writer.pool.reclaim(GUID);
+    for _ in 0..50 {
+        writer.housekeeping();
+    }
+    assert!(!writer.pool.is_reclaiming(GUID));
+    writer.pool.reclaim(ReplicaGuid(0x77));
+    assert!(!writer.pool.is_reclaiming(ReplicaGuid(0x77)));
+}
+
 /// Counted twice, a segment looks fuller than one that is worth emptying, and its room is lost.
 /// Found by the simulator's check of the space in use once everything was trimmed.
 #[test]

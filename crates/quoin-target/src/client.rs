@@ -1,5 +1,6 @@
 //! One client's connection to a volume: bytes of a socket, a front-end session, tokens.
 
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bytes::{Bytes, BytesMut};
@@ -54,6 +55,8 @@ pub struct Client {
     pub waits: bool,
     /// `None`: it came by a socket of this host.
     pub user: Option<User>,
+    /// Address by which it came over the network.
+    pub from: Option<IpAddr>,
     /// The client whose requests are numbered, once that is known, and whether it begins.
     pub numbered: Option<(ClientId, bool)>,
 }
@@ -83,6 +86,7 @@ impl Client {
             crowded: false,
             waits: false,
             user: None,
+            from: None,
             numbered: None,
         }
     }

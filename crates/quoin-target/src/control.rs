@@ -4,7 +4,7 @@
 //! epoch, and requests it until it gets one.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -34,6 +34,7 @@ use crate::assignment::{self, Assigned, ServedAt, Sharer, granted_options};
 use crate::client::User;
 use crate::dial::{Dials, Reach};
 use crate::epoch_requests::EpochRequests;
+use crate::fences::{CarriedOut, Fences};
 use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
 use crate::openings::Openings;
 use crate::relay::{Destination, Relays};
@@ -91,6 +92,8 @@ pub(crate) struct Control {
     pub relays: Arc<Relays>,
     /// Port for other nodes that share volumes with this one.
     pub shares: Shares,
+    /// Digest of the fences that were carried out last.
+    pub fences_digest: Arc<CarriedOut>,
     /// Commands whose ranges are hashed now.
     pub hashing: Mutex<std::collections::BTreeSet<u64>>,
 }
@@ -105,6 +108,8 @@ pub(crate) struct Served {
     reach: Option<Mode>,
     /// Whose certificates open all that is served here.
     openers: Openers,
+    /// Clients that are let in no more.
+    fences: Fences,
 }
 
 impl Control {
@@ -162,6 +167,7 @@ impl Control {
         // Records that do not rule say nothing of who is a member.
         if message.complete || message.partial {
             self.admit(&mut served, Openers::of(&message.members));
+            self.shut_out(&mut served, message.fences.as_ref());
         }
         let (wanted, refused) = assignment::parse(message);
         for reason in refused {
@@ -180,6 +186,39 @@ impl Control {
         for shard in &self.shards {
             shard.send(Input::Openers(served.openers.clone()));
         }
+    }
+
+    /// Lets these clients in no more, and ends their connections. It is told once that is done.
+    fn shut_out(&self, served: &mut Served, told: Option<&control::Fences>) {
+        let fences = told.map(Fences::of).unwrap_or_default();
+        if served.fences == fences {
+            return;
+        }
+        served.fences = fences;
+        let ends: Vec<_> = self
+            .shards
+            .iter()
+            .map(|shard| {
+                let (done, end) = oneshot::channel();
+                shard.send(Input::Fences(served.fences.clone(), done));
+                end
+            })
+            .collect();
+        let (carried_out, digest) = (self.fences_digest.clone(), served.fences.digest());
+        let number = carried_out.begin();
+        tokio::spawn(async move {
+            for end in ends {
+                // A shard that ends serves nobody.
+                let _ = end.await;
+            }
+            carried_out.end(number, digest);
+        });
+    }
+
+    /// Returns true if a client by this address, and holder of this certificate, is let in no more.
+    pub fn is_fenced(&self, from: IpAddr, holder: Option<&Holder>) -> bool {
+        let served = self.served.lock().expect("never held across a panic");
+        served.fences.cover(Some(from), holder)
     }
 
     /// Members whose certificates open all that is served here.
@@ -331,6 +370,19 @@ impl Control {
         Ok(())
     }
 
+    /// Returns the data key of a volume in use here, which was handed over.
+    ///
+    /// # Errors
+    /// The reason why there is none.
+    pub fn data_key(&self, volume: &str) -> Result<DataKey, Refusal> {
+        let id = convert::id::<VolumeId>("volume", volume).map_err(|_| Refusal::Malformed)?;
+        let served = self.served.lock().expect("never held across a panic");
+        let assigned = served.wanted.get(&id).filter(|assigned| !assigned.maintenance);
+        let assigned = assigned.ok_or(Refusal::NotServed)?;
+        assigned.encryption.as_ref().ok_or(Refusal::NotEncrypted)?;
+        served.keys.get(&id).cloned().ok_or(Refusal::NotServed)
+    }
+
     /// Reports that this target runs, until `shutdown`.
     pub async fn live(&self, mut shutdown: watch::Receiver<bool>) {
         let devices = quoin_node::DeviceReports::of(self.devices.socket());
@@ -344,6 +396,8 @@ impl Control {
                 knows_devices: here.is_some(),
                 devices: here.as_ref().map(quoin_node::Reported::reports).unwrap_or_default(),
                 share_address: self.share_address(),
+                addresses: quoin_node::host_addresses(),
+                fences_digest: self.fences_digest.get(),
             });
             request.set_timeout(LIVES_MAX);
             let answer = AgentClient::new(self.channel.clone()).report_target(request).await;
@@ -367,6 +421,7 @@ impl Control {
             tokio::select! {
                 () = tokio::time::sleep(LIVES_EVERY) => {}
                 () = self.shares.opened() => {}
+                () = self.fences_digest.changed() => {}
                 _ = shutdown.wait_for(|down| *down) => return,
             }
         }
@@ -519,6 +574,10 @@ impl Control {
         let named = |(_, a): &(&VolumeId, &Assigned)| a.info.name == name && !a.maintenance;
         let Some((id, _)) = served.wanted.iter().find(named) else { return false };
         let Some(shard) = served.open.shard(*id) else { return false };
+        let holder = client.user.as_ref().map(|user| &user.holder);
+        if served.fences.cover(client.from, holder) {
+            return false;
+        }
         // Its key may count no more since it was let in; the shard looks at that of a sharer.
         if let Some(User { holder, shares: None }) = &client.user
             && !served.openers.admit(holder)
@@ -554,6 +613,7 @@ impl Control {
             node: self.options.node.clone(),
             incarnation: incarnation.to_string(),
             at_least: at_least.0,
+            fences_digest: self.fences_digest.get(),
         });
         request.set_timeout(CALL_MAX);
         let answer = match AgentClient::new(self.channel.clone()).acquire_epoch(request).await {

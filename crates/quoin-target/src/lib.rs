@@ -16,6 +16,7 @@ mod control;
 pub mod dial;
 mod epoch_requests;
 pub mod feed;
+pub mod fences;
 pub mod history;
 pub mod listen;
 pub mod metrics;
@@ -35,6 +36,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_encryption::DataKey;
+use quoin_encryption::handing::{KeyHolder, Refusal};
 use quoin_identity::{Contact, JoinRequest};
 use quoin_telemetry::notices::Notices;
 use quoin_wire::Mode;
@@ -156,6 +159,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         served: Default::default(),
         changed,
         nbd_listener,
+        fences_digest: Arc::default(),
         hashing: std::sync::Mutex::default(),
         relays: Arc::new(Relays::new(identity)),
         shares: Default::default(),
@@ -176,8 +180,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     });
 
     let (c, s) = (control.clone(), shutdown.clone());
-    let take = move |volume: &str, key| c.unlock(volume, key);
-    tasks.spawn(quoin_encryption::handing::serve(keys, take, s));
+    tasks.spawn(quoin_encryption::handing::serve(keys, Keys(c), s));
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         let Some(nbd_listener) = &c.nbd_listener else { return };
@@ -222,6 +225,19 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         return Err(Error::Removed(why));
     }
     ended.unwrap_or(Ok(())).map_err(Error::System)
+}
+
+/// Keys of volumes in use here.
+struct Keys(Arc<Control>);
+
+impl KeyHolder for Keys {
+    fn take(&self, volume: &str, key: DataKey) -> Result<(), Refusal> {
+        self.0.unlock(volume, key)
+    }
+
+    fn key(&self, volume: &str) -> Result<DataKey, Refusal> {
+        self.0.data_key(volume)
+    }
 }
 
 type End = std::io::Result<()>;

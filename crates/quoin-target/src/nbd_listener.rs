@@ -82,6 +82,8 @@ pub struct NewClient {
     pub life: Option<Duration>,
     /// `None`: it came without TLS.
     pub user: Option<User>,
+    /// Address by which it came; `None`: not over the network.
+    pub from: Option<IpAddr>,
 }
 
 /// The open port.
@@ -185,7 +187,7 @@ impl NbdListener {
                 let Some(place) = place else { return control.options.metrics.clients.refused() };
                 tokio::task::spawn_blocking(move || {
                     let _place = place;
-                    if let Err(why) = hear(socket.into_std(), policy, port, &control) {
+                    if let Err(why) = hear(socket.into_std(), from.ip(), policy, port, &control) {
                         control.options.metrics.clients.refused();
                         tracing::info!(%from, why, "an NBD client was turned away");
                     }
@@ -210,12 +212,16 @@ async fn place(negotiations: &ConnectionSlots, from: SocketAddr) -> Option<Conne
 /// Negotiates with one client and hands it to its volume.
 fn hear(
     socket: std::io::Result<TcpStream>,
+    from: IpAddr,
     policy: TlsPolicy,
     port: Port,
     control: &Arc<Control>,
 ) -> Result<(), String> {
     let failed = |error: std::io::Error| error.to_string();
     let mut socket = socket.map_err(failed)?;
+    if control.is_fenced(from, None) {
+        return Err(format!("address {from} is fenced"));
+    }
     socket.set_nonblocking(false).map_err(failed)?;
     socket.set_nodelay(true).map_err(failed)?;
     keep_alive(&socket).map_err(failed)?;
@@ -281,7 +287,8 @@ fn hear(
             return Err("nothing is open to it".to_owned());
         }
     };
-    let client = NewClient { socket, session, input, requests, life, user };
+    let from = Some(from);
+    let client = NewClient { socket, session, input, requests, life, user, from };
     if control.adopt(&name, client) { Ok(()) } else { Err(format!("volume {name} has just left")) }
 }
 

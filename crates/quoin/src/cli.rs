@@ -12,8 +12,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, completion, contexts, declare, demo, dev, events, group, listing, manual, mirror,
-    offline, roles, schedule, scrub, snapshot, status, target, tokens, volume,
+    admins, completion, contexts, declare, demo, dev, events, fence, group, listing, manual,
+    mirror, offline, roles, schedule, scrub, snapshot, status, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -78,6 +78,9 @@ enum Command {
     /// The hosts that use volumes: list them, run one.
     #[command(subcommand)]
     Node(listing::NodeCommand),
+    /// Blocks of network addresses that are shut out: their nodes and clients write nothing.
+    #[command(subcommand)]
+    Fence(fence::FenceCommand),
     /// The people and tools that govern the cluster from afar: list and remove them.
     #[command(subcommand)]
     Admin(admins::AdminCommand),
@@ -265,6 +268,7 @@ impl Cli {
             Command::Node(listing::NodeCommand::Set { node, manages_volumes }) => {
                 wait_for(listing::set_node(&node, manages_volumes, &client, format))
             }
+            Command::Fence(command) => wait_for(fence::run(command, &client, format)),
             Command::Admin(command) => wait_for(admins::run(command, &client, format)),
             Command::Context(command) => contexts::run(command, format),
             Command::Status => wait_for(status::run(&client, format)),

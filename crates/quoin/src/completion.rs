@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::Result;
 use clap::Command;
 use clap_complete::{ArgValueCandidates, CompletionCandidate};
-use quoin_api::control::{ListNodesRequest, ListPoolsRequest, ListSnapshotsRequest};
+use quoin_api::control::{
+    ListFencesRequest, ListNodesRequest, ListPoolsRequest, ListSnapshotsRequest,
+};
 
 use crate::client::{ClientOptions, Cluster};
 use crate::volume;
@@ -51,6 +53,7 @@ fn candidates_of(group: &str, command: &str, shown: &str) -> Option<ArgValueCand
         "volume" | "volumes" if !makes_one => Some(ArgValueCandidates::new(volumes)),
         "pool" | "pools" => Some(ArgValueCandidates::new(pools)),
         "node" => Some(ArgValueCandidates::new(nodes)),
+        "fenced" => Some(ArgValueCandidates::new(fences)),
         "snapshot" if !makes_one => Some(ArgValueCandidates::new(snapshots)),
         _ => None,
     }
@@ -74,6 +77,13 @@ fn nodes() -> Vec<CompletionCandidate> {
     named(async |cluster| {
         let all = cluster.list_nodes(ListNodesRequest {}).await?.into_inner().nodes;
         Ok(all.into_iter().map(|node| node.name).collect())
+    })
+}
+
+fn fences() -> Vec<CompletionCandidate> {
+    named(async |cluster| {
+        let all = cluster.list_fences(ListFencesRequest {}).await?.into_inner().fences;
+        Ok(all.into_iter().map(|fence| fence.block).collect())
     })
 }
 

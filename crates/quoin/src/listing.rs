@@ -450,6 +450,9 @@ struct NodeView {
     cordon: String,
     manages_volumes: bool,
     address: String,
+    host_addresses: Vec<String>,
+    /// Block by which it is fenced; empty: it is not.
+    fenced_by: String,
     topology: BTreeMap<String, String>,
 }
 
@@ -464,6 +467,8 @@ impl From<Node> for NodeView {
             cordon: node.cordon,
             manages_volumes: node.manages_volumes,
             address: node.address,
+            host_addresses: node.host_addresses,
+            fenced_by: node.fenced_by,
             topology: node.topology.into_iter().collect(),
         }
     }
@@ -481,7 +486,11 @@ impl Row for NodeView {
             self.attached.to_string(),
             self.version.clone(),
             self.cordon.clone(),
-            if self.manages_volumes { "manage volumes" } else { "use volumes" }.to_owned(),
+            match (self.fenced_by.is_empty(), self.manages_volumes) {
+                (false, _) => "nothing: fenced".to_owned(),
+                (true, true) => "manage volumes".to_owned(),
+                (true, false) => "use volumes".to_owned(),
+            },
             self.address.clone(),
             segments(&self.topology),
         ]

@@ -15,6 +15,7 @@ mod demo;
 mod dev;
 mod document;
 mod events;
+mod fence;
 mod group;
 mod host;
 mod listing;

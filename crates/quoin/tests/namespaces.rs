@@ -350,6 +350,7 @@ fn acquire(cluster: &Cluster, identity: &Identity, node: &str) -> Result<(), ton
             node: node.into(),
             incarnation: format!("{:032x}", 1),
             at_least: 0,
+            ..AcquireEpochRequest::default()
         });
         request.set_timeout(Duration::from_secs(10));
         AgentClient::new(channel).acquire_epoch(request).await.map(drop)

@@ -8,6 +8,7 @@
 //! | a target swaps the membership, also where it did so already | [`epochs::swap`] |
 //! | grants are taken back: a record does so | [`grants::fence`]; whose and when: [`fencing`], and after each change [`change::complete`] |
 //! | grants are taken back: each pool refuses them once it has its orders | `Replica::fence` (`quoin-replication/src/replica/fence.rs`) |
+//! | nothing is granted to a node in a fenced block, and a fence holds | [`network_fences::of_node`], [`network_fences::check_cut`] |
 //! | a node attaches a volume, alone or beside others | [`attachment::attach`], [`sharing::check_beside`] |
 //! | a node detaches; a volume is taken from a node that is lost | [`attachment::detach`], [`attachment::take_over`] |
 //! | a node counts as lost | [`liveness::check_silent`] |
@@ -31,6 +32,7 @@ pub mod lending;
 pub mod lifecycle;
 pub mod liveness;
 pub mod mirrored;
+pub mod network_fences;
 pub mod recovery;
 pub mod replay;
 pub mod replicas;

@@ -9,6 +9,7 @@
 mod attachment;
 mod concerned;
 mod event;
+mod fence;
 mod grants;
 mod group;
 mod member;
@@ -41,6 +42,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub use attachment::{AttachmentRecord, Replay, Sharing};
 pub use concerned::{Concerned, Nodes};
 pub use event::EventRecord;
+pub use fence::{Block, FenceRecord, NoBlock};
 pub use grants::Grants;
 pub use group::{GroupIndex, GroupMember, GroupPhase, GroupRecord};
 pub use member::{MemberOfCluster, TokenRecord};

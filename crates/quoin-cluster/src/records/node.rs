@@ -1,6 +1,7 @@
 //! The records of nodes.
 
-use std::collections::BTreeMap;
+use core::net::{IpAddr, SocketAddr};
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +15,18 @@ pub struct NodeRecord {
     /// 0: no limit.
     pub volumes_max: u32,
     pub version: String,
+    /// Addresses of its host, as its target reported them; none are known from before that.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub host_addresses: BTreeSet<IpAddr>,
+}
+
+impl NodeRecord {
+    /// All addresses from which its connections may come, as far as they are known.
+    pub fn addresses(&self) -> impl Iterator<Item = IpAddr> + '_ {
+        let with_port = self.address.parse().map(|address: SocketAddr| address.ip());
+        let address = self.address.parse().or(with_port);
+        self.host_addresses.iter().copied().chain(address.ok())
+    }
 }
 
 impl Record for NodeRecord {

@@ -327,8 +327,18 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         topology: words(&[("zone", "a")]),
         volumes_max: 64,
         version: "0.1.0".into(),
+        host_addresses: Default::default(),
     };
     hold("node", &node);
+    let host_addresses = ["10.0.0.1".parse().expect("an address")].into();
+    hold("node-with-addresses", &NodeRecord { host_addresses, ..node });
+    let fence = FenceRecord {
+        block: Text("10.0.0.0/24".parse().expect("a block")),
+        since_ms: 1_700_000_000_000,
+        nodes: ["node-1".to_owned()].into(),
+        volumes: [volume().id].into(),
+    };
+    hold("fence", &fence);
     let token = TokenRecord {
         secret_hash: "5ec2e7".into(),
         role: "pool".into(),

@@ -305,7 +305,7 @@ impl Agent for Services {
             .controller
             .volumes
             .epochs
-            .acquire(volume, &asked.node, incarnation, at_least)
+            .acquire_behind(asked.fences_digest, volume, &asked.node, incarnation, at_least)
             .await?;
         let mut answer = AcquireEpochResponse::default();
         match acquired {

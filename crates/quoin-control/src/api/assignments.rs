@@ -25,6 +25,7 @@ use crate::messages::{membership, spec};
 use crate::state::State;
 use crate::state::changes::News;
 use crate::volume::devices::Devices;
+use crate::volume::reclaim::Reclaims;
 use crate::volume::verification::Verifier;
 
 /// Replicas of a volume that a pool is to hold or to remove.
@@ -69,6 +70,7 @@ pub struct Assignments {
     state: Arc<State>,
     verifier: Arc<Verifier>,
     devices: Arc<Devices>,
+    reclaims: Arc<Reclaims>,
     terms: Arc<Terms>,
     salvage: Arc<Salvage>,
 }
@@ -78,10 +80,11 @@ impl Assignments {
         state: Arc<State>,
         verifier: Arc<Verifier>,
         devices: Arc<Devices>,
+        reclaims: Arc<Reclaims>,
         terms: Arc<Terms>,
         salvage: Arc<Salvage>,
     ) -> Self {
-        Self { state, verifier, devices, terms, salvage }
+        Self { state, verifier, devices, reclaims, terms, salvage }
     }
 
     /// All replicas that a pool is to hold or to remove. `complete` stays unset: the pool keeps
@@ -105,6 +108,10 @@ impl Assignments {
             holdings_request: self.salvage.request(),
             term: self.terms.proof().into(),
             does_not_rule: !self.terms.claims(),
+            reclaims: match state.check_ruling() {
+                Ok(()) => self.reclaims.of_pool(pool),
+                Err(_) => Vec::new(),
+            },
             ..PoolAssignment::default()
         }
     }
@@ -128,6 +135,7 @@ impl Assignments {
             data_security: state.settings.data_security.clone(),
             served_elsewhere: self.devices.served_elsewhere(node),
             members: self.openers(node),
+            fences: state.fences_told().filter(|_| state.check_ruling().is_ok()),
             term: self.terms.proof().into(),
             does_not_rule: !self.terms.claims(),
             ..NodeAssignment::default()

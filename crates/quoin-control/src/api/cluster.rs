@@ -633,6 +633,44 @@ impl Cluster for Services {
         Ok(Response::new(ScrubPoolResponse { request }))
     }
 
+    async fn reclaim_volume(
+        &self,
+        request: Request<ReclaimVolumeRequest>,
+    ) -> Result<Response<ReclaimVolumeResponse>, Status> {
+        self.manage(&request)?;
+        let ReclaimVolumeRequest { volume, wait_ms } = request.into_inner();
+        let wait = Duration::from_millis(wait_ms.into());
+        let reclaimed = self.controller.volumes.reclaims.reclaim(volume.as_ref(), wait).await?;
+        Ok(Response::new(reclaimed))
+    }
+
+    async fn add_fences(
+        &self,
+        request: Request<AddFencesRequest>,
+    ) -> Result<Response<AddFencesResponse>, Status> {
+        self.manage(&request)?;
+        self.controller.volumes.network_fences.add(&request.get_ref().blocks).await?;
+        Ok(Response::new(AddFencesResponse {}))
+    }
+
+    async fn remove_fences(
+        &self,
+        request: Request<RemoveFencesRequest>,
+    ) -> Result<Response<RemoveFencesResponse>, Status> {
+        self.manage(&request)?;
+        self.controller.volumes.network_fences.remove(&request.get_ref().blocks).await?;
+        Ok(Response::new(RemoveFencesResponse {}))
+    }
+
+    async fn list_fences(
+        &self,
+        request: Request<ListFencesRequest>,
+    ) -> Result<Response<ListFencesResponse>, Status> {
+        self.look(&request)?;
+        let fences = self.controller.volumes.network_fences.list();
+        Ok(Response::new(ListFencesResponse { fences }))
+    }
+
     async fn list_nodes(
         &self,
         request: Request<ListNodesRequest>,

@@ -1,6 +1,7 @@
 //! Reports of agents: hostile until checked, bounded, and never a command.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 
 use quoin_api::control::{
@@ -29,6 +30,7 @@ use crate::time::now_ms;
 use crate::volume::devices::{self, Devices, DevicesAnswer};
 use crate::volume::epochs::Epochs;
 use crate::volume::fencing::Fences;
+use crate::volume::network_fences::NetworkFences;
 use crate::volume::verification::Verifier;
 use crate::{Error, reconcile, time, volume};
 
@@ -36,6 +38,8 @@ use crate::{Error, reconcile, time, volume};
 const REPLICAS_MAX: usize = 16_384;
 const EVENTS_MAX: usize = 64;
 const TOPOLOGY_MAX: usize = 64;
+/// Addresses of one host.
+const ADDRESSES_MAX: usize = 256;
 /// Reason of the event of a block without any good copy.
 const BLOCK_LOST: &str = "BlockLost";
 
@@ -48,6 +52,18 @@ fn address(field: &'static str, text: &str) -> Result<(), Error> {
             "the name or IP address of a host, with or without a port (HOST, HOST:PORT)",
         )),
     }
+}
+
+/// Reads the addresses of a host.
+fn addresses(given: &[String]) -> Result<BTreeSet<IpAddr>, Error> {
+    if given.len() > ADDRESSES_MAX {
+        return Err(Error::invalid("addresses", format!("at most {ADDRESSES_MAX}")));
+    }
+    let address = |text: &String| {
+        let address: Option<IpAddr> = text.parse().ok();
+        address.ok_or_else(|| Error::invalid("addresses", "IPv4 and IPv6 addresses alone"))
+    };
+    given.iter().map(address).collect()
 }
 
 fn topology(given: &HashMap<String, String>) -> Result<BTreeMap<String, String>, Error> {
@@ -85,6 +101,7 @@ pub struct Reports {
     epochs: Arc<Epochs>,
     mirrors: Arc<Mirrors>,
     fences: Fences,
+    network_fences: Arc<NetworkFences>,
     /// Replicas that are in no record, announced once.
     unexpected: Mutex<HashSet<ReplicaGuid>>,
 }
@@ -106,6 +123,7 @@ impl Reports {
             epochs: volumes.epochs.clone(),
             mirrors,
             fences: Fences::new(state.clone()),
+            network_fences: volumes.network_fences.clone(),
             unexpected: Mutex::default(),
             state,
         }
@@ -355,6 +373,7 @@ impl Reports {
             topology: topology(&report.topology)?,
             volumes_max: report.volumes_max,
             version: report.version.clone(),
+            host_addresses: BTreeSet::new(),
         };
         let about = self.node_reports(&record, "it reports").await?;
         let change = |node: &mut NodeRecord| {
@@ -363,7 +382,8 @@ impl Reports {
                 true => std::mem::take(&mut node.address),
                 false => record.address.clone(),
             };
-            *node = NodeRecord { address, ..record.clone() };
+            let host_addresses = std::mem::take(&mut node.host_addresses);
+            *node = NodeRecord { address, host_addresses, ..record.clone() };
             Ok(())
         };
         self.state.nodes.update(&report.node, change).await?;
@@ -388,6 +408,7 @@ impl Reports {
             topology: BTreeMap::new(),
             volumes_max: 0,
             version: report.version.clone(),
+            host_addresses: addresses(&report.addresses)?,
         };
         let about = self.node_reports(&record, "its target reports").await?;
         let change = |node: &mut NodeRecord| {
@@ -395,9 +416,15 @@ impl Reports {
                 node.address.clone_from(&record.address);
             }
             node.version.clone_from(&record.version);
+            // A version that does not report them says nothing of them.
+            if !record.host_addresses.is_empty() {
+                node.host_addresses.clone_from(&record.host_addresses);
+            }
             Ok(())
         };
-        self.state.nodes.update(&report.node, change).await?;
+        if let Some((node, ())) = self.state.nodes.update(&report.node, change).await? {
+            self.network_fences.node_has_addresses(&node).await?;
+        }
         self.share_address(report)?;
         let devices = report.knows_devices.then_some(&report.devices[..]);
         self.node_lives(about, false, devices)
@@ -415,6 +442,7 @@ impl Reports {
             observed.node_lives(&report.node);
             let seen = observed.nodes.get_mut(&report.node);
             seen.is_some_and(|seen| {
+                seen.fences_digest = report.fences_digest;
                 let is_news = seen.share_address != *address;
                 seen.share_address.clone_from(address);
                 is_news
@@ -810,6 +838,9 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         repaired: report.repaired,
         is_clone: report.is_clone,
         record_generation: report.record_generation,
+        promised: Epoch(report.promised_epoch),
+        promised_since: time::now(),
+        reclaimed: report.reclaimed,
         hearing: match report.hearing() {
             replica_report::Hearing::Unknown => Hearing::Unknown,
             replica_report::Hearing::Hears => Hearing::Hears,

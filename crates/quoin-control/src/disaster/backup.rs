@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use quoin_cluster::records::{
-    CordonRecord, EventRecord, GroupRecord, MemberOfCluster, MirrorAddressRecord, MirrorRecord,
-    NameRecord, NodeRecord, PeerRecord, PoolRecord, Record, RecoveryRecord, RevertRecord,
-    ScheduleRecord, SnapshotName, SnapshotRecord, SupersededRecord, TermRecord, TokenRecord,
-    VerifyRecord, VolumeGroupRecord, VolumeRecord, decode,
+    CordonRecord, EventRecord, FenceRecord, GroupRecord, MemberOfCluster, MirrorAddressRecord,
+    MirrorRecord, NameRecord, NodeRecord, PeerRecord, PoolRecord, Record, RecoveryRecord,
+    RevertRecord, ScheduleRecord, SnapshotName, SnapshotRecord, SupersededRecord, TermRecord,
+    TokenRecord, VerifyRecord, VolumeGroupRecord, VolumeRecord, decode,
 };
 use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
 use serde::{Deserialize, Serialize};
@@ -83,7 +83,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 21] = [
+    let kinds: [(&str, Reader); 22] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
@@ -105,6 +105,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         (MirrorAddressRecord::PREFIX, read::<MirrorAddressRecord>),
         (MirrorRecord::PREFIX, read::<MirrorRecord>),
         (VolumeGroupRecord::PREFIX, read::<VolumeGroupRecord>),
+        (FenceRecord::PREFIX, read::<FenceRecord>),
     ];
     let kind = kinds.iter().find(|(prefix, _)| key.starts_with(prefix));
     let (_, read) = kind.ok_or_else(|| refuse(format!("record {key} is of no known kind")))?;

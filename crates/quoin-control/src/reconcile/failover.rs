@@ -1,4 +1,4 @@
-//! Moves the targets of shared volumes away from nodes that are lost ([`failover`]).
+//! Moves the targets of shared volumes away from nodes that are lost or fenced ([`failover`]).
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::state::events::Severity;
 use crate::state::{State, about};
 use crate::volume::hearing::{self, check_silent};
 
-/// Moves targets away from nodes that are lost.
+/// Moves targets away from nodes that are lost or fenced.
 pub struct Failover {
     state: Arc<State>,
 }
@@ -27,8 +27,21 @@ impl Failover {
         }
         for node in self.silent_nodes() {
             for volume in self.state.volumes_of_node(&node) {
+                if failover::is_due(&volume, &node)
+                    && let Ok(silence) = check_silent(&self.state, &volume, &node)
+                {
+                    let lasts = silence.lasts.as_secs();
+                    let why = format!("of which nobody has heard for {lasts} s");
+                    if let Some(volume) = self.move_from(&volume, &node, &why).await? {
+                        hearing::tell_dissent(&self.state, &volume, &node, &silence);
+                    }
+                }
+            }
+        }
+        for node in self.state.fences().iter().flat_map(|f| self.state.nodes_of_fence(f)) {
+            for volume in self.state.volumes_of_node(&node) {
                 if failover::is_due(&volume, &node) {
-                    self.move_from(&volume, &node).await?;
+                    self.move_from(&volume, &node, "which is fenced").await?;
                 }
             }
         }
@@ -45,30 +58,34 @@ impl Failover {
         names.filter(|node| last(node).elapsed() >= timeout).collect()
     }
 
-    async fn move_from(&self, volume: &VolumeRecord, node: &str) -> Result<(), Error> {
-        let Ok(silence) = check_silent(&self.state, volume, node) else { return Ok(()) };
+    /// Moves the target of a volume to another node that has it. Returns the volume where it was moved.
+    async fn move_from(
+        &self,
+        volume: &VolumeRecord,
+        node: &str,
+        why: &str,
+    ) -> Result<Option<Arc<VolumeRecord>>, Error> {
         let next = {
-            let (observed, after) = (self.state.observed(), self.state.settings.offline_after);
-            let is_online = |node: &str| observed.node_online(node, after);
+            let after = self.state.settings.offline_after;
+            let is_online = |node: &str| {
+                let is_online = self.state.observed().node_online(node, after);
+                is_online && !self.state.is_fenced(node)
+            };
             failover::next_node(volume, node, is_online).map(str::to_owned)
         };
-        let Some(next) = next else { return Ok(()) };
+        let Some(next) = next else { return Ok(None) };
         let term = self.state.term();
         let change =
             |volume: &mut VolumeRecord| Ok(failover::move_target(volume, node, &next, term)?);
         let (volume, moved) = match self.state.update_volume(volume.id.0, change).await {
-            Err(Error::NotFound { .. }) => return Ok(()),
+            Err(Error::NotFound { .. }) => return Ok(None),
             other => other?,
         };
         if moved {
             crate::status::opening_begins(&self.state, volume.id.0);
-            let message = format!(
-                "from node {node}, of which nobody has heard for {} s, to node {next}",
-                silence.lasts.as_secs()
-            );
+            let message = format!("from node {node}, {why}, to node {next}");
             self.state.events.record(Severity::Warning, about(&volume), "TargetMoved", message);
-            hearing::tell_dissent(&self.state, &volume, node, &silence);
         }
-        Ok(())
+        Ok(moved.then_some(volume))
     }
 }

@@ -292,7 +292,7 @@ impl Tender {
         let nodes = state.nodes.list();
         let usable = nodes.iter().map(|node| node.name.clone()).filter(|node| {
             // Another one than now, if it is there but does not open it.
-            volume.opened.owner.as_ref() != Some(node) && {
+            volume.opened.owner.as_ref() != Some(node) && !state.is_fenced(node) && {
                 let observed = state.observed();
                 crate::reconcile::cordon::of_node(state, &observed, node).is_empty()
                     && observed.node_online(node, state.settings.offline_after)
@@ -300,6 +300,6 @@ impl Tender {
         });
         let load = |node: &String| state.volumes.index(|index| index.owned(node));
         let best = usable.min_by_key(|node| (!hosts.contains(node), load(node), node.clone()));
-        best.or_else(|| volume.opened.owner.clone())
+        best.or_else(|| volume.opened.owner.clone().filter(|owner| !state.is_fenced(owner)))
     }
 }

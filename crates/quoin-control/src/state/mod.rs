@@ -3,6 +3,7 @@
 
 pub mod changes;
 pub mod events;
+mod fences;
 pub(crate) mod mirrored;
 pub(crate) mod observed;
 pub(crate) mod own_term;
@@ -21,8 +22,8 @@ use quoin_api::control::VolumeRef;
 use quoin_cluster::ownership::change;
 use quoin_cluster::ownership::epochs::is_written;
 use quoin_cluster::records::{
-    Concerned, CordonRecord, MemberOfCluster, MirrorAddressRecord, NameRecord, NodeRecord, Nodes,
-    PeerRecord, PoolRecord, TokenRecord, VerifyRecord, VolumeRecord,
+    Concerned, CordonRecord, FenceRecord, MemberOfCluster, MirrorAddressRecord, NameRecord,
+    NodeRecord, Nodes, PeerRecord, PoolRecord, TokenRecord, VerifyRecord, VolumeRecord,
 };
 use quoin_identity::Identity;
 use quoin_types::VolumeId;
@@ -86,7 +87,8 @@ impl Storage {
     }
 }
 
-/// The members of the cluster, the tokens with which others may join it, and other clusters.
+/// The members of the cluster, the tokens with which others may join it, other clusters, and the
+/// addresses that are shut out.
 pub(crate) struct Joined {
     pub(crate) members: Table<MemberOfCluster>,
     pub(crate) tokens: Table<TokenRecord>,
@@ -94,6 +96,9 @@ pub(crate) struct Joined {
     pub(crate) peers: Table<PeerRecord>,
     /// Where those reach this one's mirrors.
     pub(crate) mirror_addresses: Table<MirrorAddressRecord>,
+    pub(crate) fences: Table<FenceRecord>,
+    /// Held for writing while a fence is recorded: what is granted is granted before it or sees it.
+    pub(crate) fencing: tokio::sync::RwLock<()>,
 }
 
 impl Joined {
@@ -102,7 +107,9 @@ impl Joined {
             members: Table::load(store.clone(), changes.clone()).await?,
             tokens: Table::load(store.clone(), changes.clone()).await?,
             peers: Table::load(store.clone(), changes.clone()).await?,
-            mirror_addresses: Table::load(store, changes).await?,
+            mirror_addresses: Table::load(store.clone(), changes.clone()).await?,
+            fences: Table::load(store, changes).await?,
+            fencing: tokio::sync::RwLock::default(),
         })
     }
 
@@ -110,6 +117,7 @@ impl Joined {
         self.tokens.read_unanswered().await?;
         self.peers.read_unanswered().await?;
         self.mirror_addresses.read_unanswered().await?;
+        self.fences.read_unanswered().await?;
         self.members.read_unanswered().await
     }
 }

@@ -9,7 +9,7 @@ use quoin_api::control::{FeedProgress, GoesBy, Scrub};
 use quoin_cluster::ownership::devices::DeviceSeen;
 pub use quoin_cluster::ownership::lifecycle::ReplicaState;
 use quoin_cluster::ownership::liveness::Hearing;
-use quoin_types::{Position, ReplicaGuid, VolumeId};
+use quoin_types::{Epoch, Position, ReplicaGuid, Time, VolumeId};
 use tokio::time::Instant;
 
 use crate::state::reach::Reach;
@@ -31,6 +31,11 @@ pub struct ReplicaSeen {
     pub is_clone: bool,
     /// Generation of the volume's record that the pool keeps; 0: none.
     pub record_generation: u64,
+    /// The highest epoch that it has promised, and since when it says so.
+    pub promised: Epoch,
+    pub promised_since: Time,
+    /// Number of the order to give space back that was carried out last.
+    pub reclaimed: u64,
 }
 
 impl ReplicaSeen {
@@ -42,7 +47,9 @@ impl ReplicaSeen {
     /// This report after the one before.
     pub fn after(self, before: Option<&Self>, now: Instant) -> Self {
         let hearing = before.map(|before| before.hearing).unwrap_or_default();
-        Self { hearing: self.hearing.after(hearing, time::of(now)), ..self }
+        let same = before.filter(|before| before.promised == self.promised);
+        let promised_since = same.map_or(time::of(now), |before| before.promised_since);
+        Self { hearing: self.hearing.after(hearing, time::of(now)), promised_since, ..self }
     }
 }
 
@@ -117,6 +124,8 @@ pub struct NodeSeen {
     pub devices: Option<DevicesSeen>,
     /// Where other nodes reach the volumes that its target serves; empty: nowhere.
     pub share_address: String,
+    /// Digest of the fences that its target has carried out; 0: of none.
+    pub fences_digest: u64,
 }
 
 /// All devices of a node at one moment.
@@ -281,6 +290,7 @@ impl Observed {
             leaving: false,
             devices: None,
             share_address: String::new(),
+            fences_digest: 0,
         });
     }
 

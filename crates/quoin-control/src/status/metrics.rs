@@ -110,6 +110,15 @@ impl Metrics {
             nodes(&controller, &mut registry);
             mirrors(&controller, &mut registry);
             peers(&controller, &mut registry);
+            let fenced = Gauge::<i64>::default();
+            fenced.set(i64::try_from(controller.state.fences().len()).unwrap_or(i64::MAX));
+            let help = "Blocks of addresses that are fenced (`quoin fence list`)";
+            registry.register("fences", help, fenced);
+            let reclaimed = Counter::<u64>::default();
+            reclaimed.inc_by(controller.volumes.reclaims.reclaimed_bytes());
+            let help =
+                "Bytes that replicas gave back by orders (`quoin volume reclaim`), since the start";
+            registry.register_with_unit("reclaimed", help, Unit::Bytes, reclaimed);
         }
         if self.backups.is_scheduled() {
             backups(&self.backups, &mut registry);

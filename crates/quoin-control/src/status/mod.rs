@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use quoin_api::control as api;
 use quoin_api::volume::Spread;
-use quoin_cluster::ownership::replay;
+use quoin_cluster::ownership::{network_fences, replay};
 use quoin_cluster::records::{
     AttachmentRecord, Cause, NodeRecord, PoolRecord, Replay, ReplicaPhase, ReplicaRecord,
     VolumePhase, VolumeRecord,
@@ -574,6 +574,11 @@ impl Status {
                 *attached.entry(attachment.node.clone()).or_default() += 1;
             }
         }
+        let fences = self.state.fences();
+        let fenced_by = |node: &NodeRecord| {
+            let block = network_fences::of_node(fences.iter().map(|fence| &**fence), node);
+            block.map(|block| block.to_string()).unwrap_or_default()
+        };
         let observed = self.state.observed();
         let message = |node: &NodeRecord| api::Node {
             name: node.name.clone(),
@@ -589,9 +594,17 @@ impl Status {
             cordon: crate::reconcile::cordon::of_node(&self.state, &observed, &node.name)
                 .to_owned(),
             manages_volumes: self.admission.manages_volumes(&node.name),
+            host_addresses: addresses_of(node),
+            fenced_by: fenced_by(node),
         };
         self.state.nodes.list().iter().map(|node| message(node)).collect()
     }
+}
+
+/// Addresses of a node's host, in their order.
+fn addresses_of(node: &NodeRecord) -> Vec<String> {
+    let all: std::collections::BTreeSet<_> = node.addresses().collect();
+    all.iter().map(ToString::to_string).collect()
 }
 
 /// Segments of a node, its own name among them.

@@ -43,6 +43,8 @@ impl Attachments {
             )));
         }
         crate::mirror::rules::check_publish(&self.state, &volume)?;
+        let _fencing = self.state.joined.fencing.read().await;
+        self.state.check_not_fenced(node)?;
         let _excluding = self.state.snapshots.reverting.read().await;
         crate::snapshot::reverts::check_none_under_way(&self.state, &volume)?;
         let term = self.state.term();

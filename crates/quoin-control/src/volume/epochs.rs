@@ -37,7 +37,8 @@ impl Epochs {
     }
 
     /// Has a target acquire an epoch ([`epochs::acquire`]). Returns `Ok(Err(why))` where the node does
-    /// not own the volume (any more): that target must stop.
+    /// not own the volume (any more): that target must stop. A node that is fenced, or has not turned away
+    /// the clients that are, may ask again.
     pub async fn acquire(
         &self,
         volume: VolumeId,
@@ -45,6 +46,26 @@ impl Epochs {
         incarnation: Incarnation,
         at_least: Epoch,
     ) -> Result<Result<Granted, String>, Error> {
+        let fences = self.state.fences_digest();
+        self.acquire_behind(fences, volume, node, incarnation, at_least).await
+    }
+
+    /// Has a target acquire an epoch like [`Self::acquire`]. `fences_digest`: of the fences that the target
+    /// has carried out.
+    pub async fn acquire_behind(
+        &self,
+        fences_digest: u64,
+        volume: VolumeId,
+        node: &str,
+        incarnation: Incarnation,
+        at_least: Epoch,
+    ) -> Result<Result<Granted, String>, Error> {
+        let _excluding = self.state.joined.fencing.read().await;
+        self.state.check_not_fenced(node)?;
+        if fences_digest != self.state.fences_digest() {
+            let why = "the target has not turned away all clients yet that are fenced by now";
+            return Err(Error::Busy(why.to_owned()));
+        }
         let (term, node) = (self.state.term(), node.to_owned());
         let asked = Acquire { node, incarnation, at_least };
         let change = |volume: &mut VolumeRecord| {

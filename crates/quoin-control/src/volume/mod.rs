@@ -10,8 +10,10 @@ pub(crate) mod fencing;
 pub(crate) mod hearing;
 pub(crate) mod key_slots;
 pub(crate) mod modify;
+pub(crate) mod network_fences;
 pub mod placement;
 pub mod policy;
+pub(crate) mod reclaim;
 pub(crate) mod scale;
 pub mod spec;
 pub mod topology;
@@ -32,6 +34,8 @@ pub struct Parts {
     pub declarations: declare::Declarations,
     pub key_slots: key_slots::KeySlots,
     pub modifications: modify::Modifications,
+    pub network_fences: Arc<network_fences::NetworkFences>,
+    pub reclaims: Arc<reclaim::Reclaims>,
     pub epochs: Arc<epochs::Epochs>,
     pub devices: Arc<devices::Devices>,
     pub verifier: Arc<verification::Verifier>,
@@ -52,6 +56,8 @@ impl Parts {
             clones,
             key_slots: key_slots::KeySlots::new(state.clone()),
             modifications: modify::Modifications::new(state.clone()),
+            network_fences: Arc::new(network_fences::NetworkFences::new(state.clone())),
+            reclaims: Arc::new(reclaim::Reclaims::new(state.clone())),
             epochs: Arc::new(epochs::Epochs::new(state.clone(), terms.clone())),
             devices: Arc::new(devices::Devices::new(state.clone())),
             verifier: Arc::new(verification::Verifier::new(state.clone())),

@@ -52,6 +52,7 @@ async fn ask(channel: Channel) -> Answers {
         node: "n1".into(),
         incarnation: "1".repeat(32),
         at_least: 0,
+        ..AcquireEpochRequest::default()
     };
     Answers {
         look: code(cluster.list_volumes(ListVolumesRequest::default()).await),
@@ -268,6 +269,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
         node: "n1".into(),
         incarnation: "1".repeat(32),
         at_least: 0,
+        ..AcquireEpochRequest::default()
     };
     use acquire_epoch_response::Outcome;
     let mine = agent.acquire_epoch(acquire(&ids[0])).await.unwrap().into_inner();

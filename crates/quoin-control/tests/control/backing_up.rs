@@ -29,6 +29,8 @@ async fn a_backup_with_any_byte_changed_or_cut_off_anywhere_is_refused() {
 async fn what_is_restored_is_what_was_backed_up_and_does_not_rule_yet() {
     let mut cluster = Cluster::new().await;
     let volume = cluster.create("db").await;
+    let fence = ["192.0.2.0/24".to_owned()];
+    cluster.controller.volumes.network_fences.add(&fence).await.unwrap();
     let backup =
         Backup::parse(&cluster.controller.disaster.backups.make(true).await.unwrap()).unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -48,6 +50,7 @@ async fn what_is_restored_is_what_was_backed_up_and_does_not_rule_yet() {
     let options = quoin_control::Options::new(&state);
     let restored = quoin_control::open(&options).await.unwrap();
     assert_eq!(restored.state.recovery_reason(), "they come from a backup");
+    assert_eq!(restored.volumes.network_fences.list()[0].block, fence[0], "a fence is kept");
     assert!(restored.assignments.of_pool("p1").replicas.is_empty(), "nothing is ordered");
     let assigned = restored.assignments.of_node("n1");
     assert!(assigned.targets.is_empty() && !assigned.complete, "what is served is served on");

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use quoin_api::control::{
     NodeReport, PoolReport, ReplicaProgress, ReplicaReport, VolumeRef, VolumeReport, VolumeSpec,
+    replica_report,
 };
 use quoin_api::volume::Spread;
 use quoin_cluster::records::VolumeRecord;
@@ -203,6 +204,10 @@ pub struct SimPool {
     pub online: bool,
     /// GUID → (volume, quorum).
     pub holds: HashMap<String, (String, bool)>,
+    /// Epochs that it promised, by GUID.
+    pub promised: HashMap<String, u64>,
+    /// Word of it that no target's lease lives.
+    pub is_silent: bool,
     /// GUIDs of those that share blocks with their source.
     pub clones: std::collections::HashSet<String>,
     born: Vec<String>,
@@ -223,6 +228,8 @@ impl SimPool {
             ring_full: false,
             online: true,
             holds: HashMap::new(),
+            promised: HashMap::new(),
+            is_silent: false,
             clones: Default::default(),
             born: Vec::new(),
             told: Vec::new(),
@@ -260,6 +267,10 @@ impl SimPool {
                 "Delete" => drop(self.holds.remove(&told.guid)),
                 _ => {}
             }
+            if self.holds.contains_key(&told.guid) {
+                let promised = self.promised.entry(told.guid.clone()).or_default();
+                *promised = told.fence_epoch.max(*promised);
+            }
             self.told.push((told.volume_id, told.replica_id, told.guid));
         }
     }
@@ -281,6 +292,11 @@ impl SimPool {
                 quorum: held.is_some_and(|held| held.1),
                 is_clone: self.clones.contains(guid),
                 used_bytes: held.map_or(0, |_| self.replica_bytes),
+                promised_epoch: self.promised.get(guid).copied().unwrap_or(0),
+                hearing: match self.is_silent {
+                    true => replica_report::Hearing::Silent.into(),
+                    false => replica_report::Hearing::Unknown.into(),
+                },
                 ..ReplicaReport::default()
             }
         };

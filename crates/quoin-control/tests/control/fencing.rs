@@ -223,6 +223,7 @@ async fn a_node_whose_name_is_given_to_another_key_keeps_no_grant() {
         node: "n1".into(),
         incarnation: "1".repeat(32),
         at_least: 0,
+        ..AcquireEpochRequest::default()
     };
     let granted = agent.acquire_epoch(acquire.clone()).await.unwrap().into_inner();
 

@@ -25,6 +25,7 @@ mod leaving;
 mod lifecycle;
 mod mirrors;
 mod modifying;
+mod network_fences;
 mod partial;
 mod recovering;
 mod replacement;

@@ -326,6 +326,7 @@ async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_ne
             node: named.clone(),
             incarnation: volume_id.clone(),
             at_least: 0,
+            ..AcquireEpochRequest::default()
         };
         let swap = SwapMembershipRequest {
             volume_id: volume_id.clone(),

@@ -5,20 +5,27 @@
 //! argument is read. All else is as on the socket of CSI: callers, secrets, limits, one call a
 //! volume at a time, deadlines. One rule differs: a failure that no table has is 2, not 13 ([`run`]).
 
+mod fence;
 mod healer;
 mod identity;
+mod reclaim;
 mod reclaim_node;
 mod replication;
+mod rotation;
 mod volume_group;
 
 use std::convert::Infallible;
 use std::future::Future;
 
+use quoin_api::csi_addons::encryptionkeyrotation::encryption_key_rotation_controller_server::EncryptionKeyRotationControllerServer;
+use quoin_api::csi_addons::fence::fence_controller_server::FenceControllerServer;
 use quoin_api::csi_addons::healer::healer_node_server::HealerNodeServer;
 use quoin_api::csi_addons::identity::capability::{
-    ReclaimSpace, Service as ServiceOf, Type, reclaim_space, service,
+    EncryptionKeyRotation, NetworkFence, ReclaimSpace, Service as ServiceOf, Type,
+    encryption_key_rotation, network_fence, reclaim_space, service,
 };
 use quoin_api::csi_addons::identity::identity_server::IdentityServer;
+use quoin_api::csi_addons::reclaimspace::reclaim_space_controller_server::ReclaimSpaceControllerServer;
 use quoin_api::csi_addons::reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer;
 use quoin_api::csi_addons::replication::controller_server::ControllerServer as ReplicationServer;
 use quoin_api::csi_addons::volumegroup::controller_server::ControllerServer as VolumeGroupServer;
@@ -28,10 +35,13 @@ use tonic::server::NamedService;
 use tonic::service::Routes;
 use tower::Service;
 
+use fence::FenceService;
 pub(crate) use healer::HealerService;
 use identity::IdentityService;
+use reclaim::ReclaimService;
 use reclaim_node::ReclaimNodeService;
 use replication::ReplicationService;
+use rotation::RotationService;
 use volume_group::VolumeGroupService;
 
 use crate::in_flight::run_to_completion;
@@ -48,6 +58,10 @@ const PACKAGES: &[&str] = &[
     "replication",
     "volumegroup",
 ];
+
+/// Reason for which a process without the controller serves none of its calls.
+pub(crate) const NODE_ONLY: &str = "this process runs in node mode: the call is for one with `--mode \
+     controller` or `all`";
 
 /// Side of a driver that a service belongs to.
 #[derive(Clone, Copy)]
@@ -68,6 +82,14 @@ impl Side {
 /// Returns all services of the socket.
 pub(crate) fn services(plugin: &Plugin) -> Services {
     let own = || plugin.clone();
+    let fence =
+        |kind: network_fence::Type| Type::NetworkFence(NetworkFence { r#type: kind.into() });
+    let fences = fence(network_fence::Type::NetworkFence);
+    let fenced_clients = fence(network_fence::Type::GetClientsToFence);
+    let reclaims = Type::ReclaimSpace(ReclaimSpace { r#type: reclaim_space::Type::Offline.into() });
+    let rotates = Type::EncryptionKeyRotation(EncryptionKeyRotation {
+        r#type: encryption_key_rotation::Type::Encryptionkeyrotation.into(),
+    });
     Services::of(plugin)
         // No capability stands for the healer.
         .serve(HealerNodeServer::new(HealerService(own())), Side::Node, &[])
@@ -85,6 +107,18 @@ pub(crate) fn services(plugin: &Plugin) -> Services {
             VolumeGroupServer::new(VolumeGroupService(own())),
             Side::Controller,
             &volume_group::capabilities(),
+        )
+        .serve(FenceControllerServer::new(FenceService(own())), Side::Controller, &[fences])
+        .tell(Side::Node, fenced_clients)
+        .serve(
+            ReclaimSpaceControllerServer::new(ReclaimService(own())),
+            Side::Controller,
+            &[reclaims],
+        )
+        .serve(
+            EncryptionKeyRotationControllerServer::new(RotationService(own())),
+            Side::Node,
+            &[rotates],
         )
 }
 
@@ -120,6 +154,14 @@ impl Services {
         self.routes = self.routes.add_service(service);
         if side.is_of(self.plugin.mode()) {
             self.capabilities.extend_from_slice(capabilities);
+        }
+        self
+    }
+
+    /// Tells of a capability of a service that has calls of both sides.
+    fn tell(mut self, side: Side, capability: Type) -> Self {
+        if side.is_of(self.plugin.mode()) {
+            self.capabilities.push(capability);
         }
         self
     }

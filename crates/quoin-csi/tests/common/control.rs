@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use quoin_api::control::agent_client::AgentClient;
@@ -25,6 +25,10 @@ use tonic::transport::Channel;
 pub const POOL_BYTES: u64 = 100 << 30;
 /// A node other than the plugin's own.
 pub const OTHER_NODE: &str = "node-b";
+/// Addresses of the hosts of both nodes.
+pub const ADDRESSES: [(&str, &str); 2] = [("node-a", "192.0.2.11"), (OTHER_NODE, "192.0.2.12")];
+/// Bytes of each replica, before space was given back and after.
+pub const REPLICA_BYTES: [u64; 2] = [10 << 20, 6 << 20];
 const HEARTBEAT: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_millis(10);
 
@@ -33,6 +37,8 @@ pub struct ControlPlane {
     socket: PathBuf,
     running: Option<Running>,
     agents: BTreeMap<String, JoinHandle<()>>,
+    /// Digest of the fences that the targets have carried out.
+    fences: Arc<AtomicU64>,
     client: ClusterClient<Channel>,
     /// Pools say that they have the records of their volumes on media.
     pub keeps_records: Arc<AtomicBool>,
@@ -50,8 +56,9 @@ impl ControlPlane {
     pub async fn start(home: PathBuf, socket: PathBuf) -> Self {
         quoin_control::init(&home, Default::default()).await.unwrap();
         let client = ClusterClient::new(unix_channel(&socket));
-        let (agents, keeps_records) = (BTreeMap::new(), Arc::default());
-        let mut control = Self { home, socket, running: None, agents, client, keeps_records };
+        let (agents, fences, keeps_records) = (BTreeMap::new(), Arc::default(), Arc::default());
+        let mut control =
+            Self { home, socket, running: None, agents, fences, client, keeps_records };
         control.serve().await;
         for index in 0..3 {
             let agent = tokio::spawn(pool(
@@ -142,7 +149,7 @@ impl ControlPlane {
     pub fn add_node(&mut self, name: &str, volumes_max: u32, run: &Path) {
         let report = NodeReport { node: name.to_owned(), volumes_max, ..Default::default() };
         let admin = unix_channel(&self.socket);
-        let agent = tokio::spawn(node(admin, report, run.join("nbd")));
+        let agent = tokio::spawn(node(admin, report, run.join("nbd"), self.fences.clone()));
         self.agents.insert(name.to_owned(), agent);
         self.start_obeying(name);
     }
@@ -191,6 +198,7 @@ impl ControlPlane {
     pub fn serve_volume(&mut self, id: &str, node: &str) {
         let admin = unix_channel(&self.socket);
         let (key, id, node) = (format!("target of {id}"), id.to_owned(), node.to_owned());
+        let fences = self.fences.clone();
         let serving = tokio::spawn(async move {
             let mut agent = AgentClient::new(admin);
             for incarnation in 1_u64.. {
@@ -199,6 +207,7 @@ impl ControlPlane {
                     node: node.clone(),
                     incarnation: format!("{incarnation:032x}"),
                     at_least: 0,
+                    fences_digest: fences.load(Ordering::SeqCst),
                 };
                 if let Ok(granted) = agent.acquire_epoch(asked).await {
                     let granted = granted.into_inner();
@@ -226,6 +235,7 @@ impl ControlPlane {
             node: node.to_owned(),
             incarnation: format!("{:032x}", 7),
             at_least: 0,
+            ..AcquireEpochRequest::default()
         };
         let granted = agent.acquire_epoch(asked).await.unwrap().into_inner();
         let known = granted.membership.unwrap().known;
@@ -304,6 +314,12 @@ async fn apply_assignments(
                 let keeps = keeps_records.load(Ordering::Relaxed);
                 let replicas = replicas.map(|one| apply_replica(one, held, keeps));
                 report.replicas.extend(replicas);
+                for order in assignment.reclaims {
+                    let ordered = report.replicas.iter_mut().filter(|one| one.guid == order.guid);
+                    ordered.for_each(|one| {
+                        (one.reclaimed, one.used_bytes) = (order.request, REPLICA_BYTES[1]);
+                    });
+                }
             }
         }
         agent.report_pool(report.clone()).await?;
@@ -328,20 +344,44 @@ fn apply_replica(
         replica_id: assignment.replica_id,
         guid: assignment.guid,
         volume_id: assignment.volume_id,
+        used_bytes: REPLICA_BYTES[0],
+        promised_epoch: assignment.fence_epoch,
         ..Default::default()
     }
 }
 
-async fn node(admin: Channel, report: NodeReport, sockets: PathBuf) {
+/// Target that takes every key, and wraps those that it has.
+#[derive(Default)]
+struct Keys(std::sync::Mutex<BTreeMap<String, quoin_encryption::DataKey>>);
+
+impl quoin_encryption::handing::KeyHolder for Keys {
+    fn take(
+        &self,
+        volume: &str,
+        key: quoin_encryption::DataKey,
+    ) -> Result<(), quoin_encryption::handing::Refusal> {
+        self.0.lock().unwrap().insert(volume.to_owned(), key);
+        Ok(())
+    }
+
+    fn key(
+        &self,
+        volume: &str,
+    ) -> Result<quoin_encryption::DataKey, quoin_encryption::handing::Refusal> {
+        let keys = self.0.lock().unwrap();
+        keys.get(volume).cloned().ok_or(quoin_encryption::handing::Refusal::NotServed)
+    }
+}
+
+async fn node(admin: Channel, report: NodeReport, sockets: PathBuf, fences: Arc<AtomicU64>) {
     let mut agent = AgentClient::new(admin);
     let mut serving = BTreeMap::new();
-    // Its target takes every key.
     let (_stop, stopped) = watch::channel(false);
     let mut keys = JoinSet::new();
     let listener = quoin_encryption::handing::bind(&sockets).unwrap();
-    keys.spawn(quoin_encryption::handing::serve(listener, |_, _| Ok(()), stopped));
+    keys.spawn(quoin_encryption::handing::serve(listener, Keys::default(), stopped));
     loop {
-        let _gone = listen(&mut agent, &report, &sockets, &mut serving).await;
+        let _gone = listen(&mut agent, &report, &sockets, &mut serving, &fences).await;
         tokio::time::sleep(RETRY).await;
     }
 }
@@ -351,6 +391,7 @@ async fn listen(
     report: &NodeReport,
     sockets: &Path,
     serving: &mut BTreeMap<String, JoinSet<()>>,
+    fences: &AtomicU64,
 ) -> Result<(), Status> {
     agent.report_node(report.clone()).await?;
     let watched = agent.watch_node(WatchNodeRequest { node: report.node.clone() }).await?;
@@ -360,6 +401,16 @@ async fn listen(
             Err(_) => drop(agent.report_node(report.clone()).await?),
             Ok(assignment) => {
                 let Some(assignment) = assignment? else { return Ok(()) };
+                let told = assignment.fences.as_ref().map_or(0, |fences| fences.digest);
+                fences.store(told, Ordering::SeqCst);
+                let own = ADDRESSES.iter().filter(|(node, _)| *node == report.node);
+                let lives = TargetReport {
+                    node: report.node.clone(),
+                    addresses: own.map(|(_, address)| (*address).to_owned()).collect(),
+                    fences_digest: told,
+                    ..Default::default()
+                };
+                agent.report_target(lives).await?;
                 let wanted: BTreeSet<_> =
                     assignment.targets.into_iter().map(|target| target.volume_id).collect();
                 match assignment.partial {

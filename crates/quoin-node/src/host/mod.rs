@@ -24,9 +24,9 @@ use paths::{existing_directory, foreign, resolve};
 pub use publish::PublishRequest;
 pub use volume_stats::VolumeStats;
 
-use quoin_encryption::DataKey;
+use quoin_encryption::{DataKey, KeySlot, UserKey};
 
-use crate::attach::{AttachRequest, Attacher, hand_key, wait_for_socket};
+use crate::attach::{AttachRequest, Attacher, hand_key, wait_for_socket, wrap_key};
 use crate::device_calls::DeviceCalls;
 use crate::error::{Error, Kind};
 use crate::format::{self, FileSystem, Image, Job};
@@ -291,6 +291,20 @@ impl NodeHost {
             staging.complete = true;
         }
         self.records.save(&record)
+    }
+
+    /// Has the target of this node wrap a volume's key for another key of a user. `None`: it does not have
+    /// the volume's key.
+    ///
+    /// # Errors
+    /// The target could not do it.
+    pub async fn wrap_key(
+        &self,
+        volume: &str,
+        user: &UserKey,
+        slot: &str,
+    ) -> Result<Option<KeySlot>, Error> {
+        wrap_key(volume, &self.options.run_directory.join(SOCKETS), user, slot).await
     }
 
     /// Returns the socket on which the target of this node serves a volume.

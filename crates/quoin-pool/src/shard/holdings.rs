@@ -14,7 +14,8 @@ use quoin_types::{Epoch, Position, ReplicaGuid, ReplicaId, Time, VolumeId};
 use super::disk::Syncs;
 use super::{FULL, FULL_BELOW, RING_FULL, Shard};
 use crate::assignment::{
-    Assignment, AssignmentChange, Fence, PoolState, ReplicaState, Wanted, generation, is_news,
+    Assignment, AssignmentChange, Fence, PoolState, ReclaimOrder, ReplicaState, Wanted, generation,
+    is_news,
 };
 use crate::facts::PoolFacts;
 use crate::held::{Held as HeldReplica, Holdings};
@@ -62,6 +63,8 @@ pub(super) struct Held {
     /// Created but not on media before this ticket is done.
     pub(super) born: SyncTicket,
     pub(super) record: Recorded,
+    pub(super) promise: PromiseTold,
+    pub(super) reclaim: Reclaim,
     pub(super) repairs: Repairs,
     /// When the disk last refused what a session needs.
     pub(super) refused_at: Option<Time>,
@@ -97,12 +100,47 @@ impl Recorded {
     }
 }
 
+/// Orders to give space of a replica back, by their numbers; 0: none.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Reclaim {
+    under_way: u64,
+    done: u64,
+}
+
+/// The promise of a replica, which the controller is told once it is on media.
+#[derive(Clone, Copy)]
+pub(super) struct PromiseTold {
+    /// Counts until the ticket is done.
+    former: Epoch,
+    last: Epoch,
+    ticket: SyncTicket,
+}
+
+impl PromiseTold {
+    fn of(promised: Epoch, ticket: SyncTicket) -> Self {
+        Self { former: Epoch::ZERO, last: promised, ticket }
+    }
+
+    fn becomes(&mut self, promised: Epoch, ticket: SyncTicket, syncs: &Syncs) {
+        *self = Self { former: self.on_media(syncs), last: promised, ticket };
+    }
+
+    fn is_on_media(&self, syncs: &Syncs) -> bool {
+        syncs.covers(self.ticket)
+    }
+
+    fn on_media(&self, syncs: &Syncs) -> Epoch {
+        if self.is_on_media(syncs) { self.last } else { self.former }
+    }
+}
+
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn hold(&mut self, now: Time, guid: ReplicaGuid, born: SyncTicket) {
         let cookie = self.parts.witness.cookie(self.pool.cookie());
         let Some(store) = self.pool.replica(guid) else { return };
         let replica = Replica::new(now, cookie, &store);
         let record = Recorded::of(&store.identity().volume_spec, born);
+        let promise = PromiseTold::of(store.meta().promised, born);
         drop(store);
         let (timer_key, repairs) = (self.connections.key(), Repairs::default());
         let room_told = self.room_changes;
@@ -114,6 +152,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             used,
             born,
             record,
+            promise,
+            reclaim: Reclaim::default(),
             repairs,
             refused_at,
             room_told,
@@ -359,8 +399,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 self.replicas.get_mut(guid);
             } else if let Some(state) = self.replica_state(now, guid) {
                 let held = self.replicas.get(guid);
-                let is_recording =
-                    held.is_some_and(|held| !held.record.is_on_media(&self.disk.syncs));
+                let is_recording = held.is_some_and(|held| {
+                    let syncs = &self.disk.syncs;
+                    !held.record.is_on_media(syncs)
+                        || !held.promise.is_on_media(syncs)
+                        || held.reclaim.under_way != 0
+                });
                 if state.hears_target || is_recording {
                     // The end of its lease is no event, and a takeover waits for the word of it. Nor
                     // is the end of a sync one.
@@ -397,6 +441,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     fn replica_state(&mut self, now: Time, guid: ReplicaGuid) -> Option<ReplicaState> {
         let used_bytes = self.pool.replica_bytes(guid);
         let is_clone = self.pool.is_clone(guid);
+        self.note_promise(guid);
+        self.note_reclaim(guid);
         let held = self.replicas.get(guid)?;
         let store = self.pool.replica(guid)?;
         let (state, meta) = (store.state(), store.meta());
@@ -422,7 +468,50 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             is_clone,
             hears_target: held.replica.hears_target(now),
             record_generation: held.record.on_media(&self.disk.syncs),
+            promised: held.promise.on_media(&self.disk.syncs),
+            reclaimed: held.reclaim.done,
         })
+    }
+
+    /// Begins to give space of replicas back. An order that was carried out, or is under way, is no news.
+    pub(super) fn begin_reclaims(&mut self, orders: &[ReclaimOrder]) {
+        for ReclaimOrder { guid, request } in orders {
+            let Some(held) = self.replicas.get(*guid) else { continue };
+            if [held.reclaim.under_way, held.reclaim.done].contains(request) {
+                continue;
+            }
+            self.pool.reclaim(*guid);
+            if let Some(held) = self.replicas.get_mut(*guid) {
+                held.reclaim.under_way = *request;
+            }
+        }
+    }
+
+    /// Takes down the end of such work, which is no event.
+    fn note_reclaim(&mut self, guid: ReplicaGuid) {
+        let under_way = self.replicas.get(guid).map_or(0, |held| held.reclaim.under_way);
+        if under_way == 0 || self.pool.is_reclaiming(guid) {
+            return;
+        }
+        self.pool.end_reclaim(guid);
+        if let Some(held) = self.replicas.get_mut(guid) {
+            held.reclaim = Reclaim { under_way: 0, done: under_way };
+        }
+    }
+
+    /// Takes down another promise of a replica, and the sync that has it on media.
+    fn note_promise(&mut self, guid: ReplicaGuid) {
+        let Some(store) = self.pool.replica(guid) else { return };
+        let promised = store.meta().promised;
+        drop(store);
+        if self.replicas.get(guid).is_none_or(|held| held.promise.last == promised) {
+            return;
+        }
+        let ticket = self.pool.request_sync();
+        if let Some(held) = self.replicas.get_mut(guid) {
+            held.promise.becomes(promised, ticket, &self.disk.syncs);
+        }
+        self.replicas.untold = self.replicas.untold.max(Some(ticket));
     }
 }
 
@@ -439,6 +528,8 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         bad_blocks: 0,
         hears_target: false,
         record_generation: 0,
+        promised: Epoch::ZERO,
+        reclaimed: 0,
         repaired: 0,
         is_clone: false,
     }

@@ -43,7 +43,7 @@ use quoin_wire::establish::Accepted;
 use quoin_wire::frame::WireError;
 
 use crate::accept::{Acceptor, Leave};
-use crate::assignment::{Assignment, AssignmentChange, PoolState};
+use crate::assignment::{Assignment, AssignmentChange, PoolState, ReclaimOrder};
 use crate::facts::{PoolFacts, Space};
 use crate::held::Holdings;
 use crate::metrics::Metrics;
@@ -110,6 +110,8 @@ pub enum Input {
     Scrub {
         request: u64,
     },
+    /// The dead space of these replicas is to be given back.
+    Reclaim(Vec<ReclaimOrder>),
     /// Space, and replicas: all, or those that were used since the last answer.
     State {
         all: bool,
@@ -356,6 +358,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             Input::Holdings(answer) => drop(answer.send(self.holdings())),
             Input::Scrub { request } => self.ask_for_scrub(now, request),
+            Input::Reclaim(orders) => self.begin_reclaims(&orders),
             Input::Judged { rolled_back, nonce, mark } => {
                 self.answered(now, rolled_back, nonce, mark);
             }

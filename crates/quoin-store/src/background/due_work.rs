@@ -38,12 +38,14 @@ pub enum Fact {
     ToRecord,
     /// It takes over blocks of its base, and may now.
     Flattening,
+    /// Its dead blocks are to be given back, and much of it is dead.
+    Reclaiming,
 }
 
 /// Debug builds compare what is known of so many replicas with what they say, each time.
 const COMPARED_REPLICAS: usize = 256;
 
-const FACTS: usize = Fact::Flattening as usize + 1;
+const FACTS: usize = Fact::Reclaiming as usize + 1;
 
 /// What is due of one replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -67,8 +69,9 @@ struct ReplicaWork {
 
 impl ReplicaWork {
     /// What the choice of a victim depends on.
-    fn of_victims(&self) -> (u64, Held, Option<u8>) {
-        (self.changes, self.candidates, self.least_live_percent)
+    fn of_victims(&self) -> (u64, Held, Option<u8>, bool) {
+        let reclaims = self.facts[Fact::Reclaiming as usize];
+        (self.changes, self.candidates, self.least_live_percent, reclaims)
     }
 
     fn of(replica: &Replica, options: &PoolOptions) -> Self {
@@ -93,6 +96,7 @@ impl ReplicaWork {
         set(Fact::Trimmed, (trimmed > options.log_keep_bytes || gone) && may_fold);
         set(Fact::ToRecord, work.dirty && may_commit);
         set(Fact::Flattening, is_workable && flatten::is_due(replica));
+        set(Fact::Reclaiming, is_workable && scheduler::reclaims(replica));
         ReplicaWork {
             facts,
             emptied: if may_commit { work.pending_free.len() as u32 } else { 0 },

@@ -21,6 +21,8 @@ pub struct Maintenance {
     /// The log is to be folded however little of it there is: some of it is rotten and only needed until it
     /// is folded, it has too many Reverts, or a clone waits for a snapshot in it.
     pub fold_wanted: bool,
+    /// Dead blocks are to be given back, though space is plenty.
+    pub reclaims: bool,
     /// An increment waits for the fold up to this LSN, where it begins: nothing is folded beyond.
     pub fold_for_increment: Option<u64>,
     /// A clone on its way to blocks of its own alone.

@@ -62,6 +62,9 @@ const LAST_GAIN_BLOCKS: u64 = 16;
 /// Free percent (above the reserve) below which a pool that can gain nothing calls itself short:
 /// what targets have on their way still fits.
 const SHORT_BELOW_PERCENT: u32 = 2;
+/// Live percent up to which a segment is emptied of a replica of which space is to be given back, and of
+/// what the replica holds at which there is little left to gain.
+const RECLAIM_LIVE_PERCENT: u64 = 90;
 /// Emptied segments that wait for a commit.
 const PENDING_FREE_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
@@ -120,6 +123,32 @@ pub fn may_commit(replica: &Replica) -> bool {
 /// Returns true if some of the replica's log could be folded now.
 pub fn has_foldable(replica: &Replica) -> bool {
     !replica.is_prepared() && checkpoint::foldable(replica) >= replica.log.first_lsn()
+}
+
+/// Returns true if space of the replica is to be given back, and more of it is dead than is left alone.
+pub fn reclaims(replica: &Replica) -> bool {
+    let segments = &replica.family.segments;
+    let held = segments.units() * segments.capacity(1);
+    replica.maintenance.reclaims && segments.live_bytes() * 100 < held * RECLAIM_LIVE_PERCENT
+}
+
+/// Begins to give space of a replica back: what waits in its log first, as that hides what is dead.
+pub fn begin_reclaim(replica: &mut Replica) {
+    replica.maintenance.reclaims = true;
+    replica.maintenance.fold_wanted |= replica.log.bytes > 0 && has_foldable(replica);
+}
+
+/// Returns true while space of a replica is given back: there is work to do for it, or what was gained
+/// waits for a sync.
+pub fn is_reclaiming<D: Disk>(pool: &Pool<D>, guid: ReplicaGuid) -> bool {
+    let Some(replica) = pool.replicas.get(&guid) else { return false };
+    let work = &replica.maintenance;
+    if !work.reclaims || work.quarantined.is_some() {
+        return false;
+    }
+    let is_at_work = work.has_job() || work.fold_wanted && has_foldable(replica);
+    let is_coming = work.pending_units() + work.committing_units() > 0;
+    is_at_work || is_coming || reclaims(replica) && next_step(pool).is_some()
 }
 
 /// About how many units a fold lets clean-up gain: closed log that only waits for it, and
@@ -227,21 +256,30 @@ fn best_victim<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<(ReplicaGuid, Segm
 fn find_victim<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
     let limit = limit.max(sprawl_limit_percent(pool));
     let work = pool.due_work();
+    let widest = match work.first(Fact::Reclaiming) {
+        Some(_) => limit.max(RECLAIM_LIVE_PERCENT),
+        None => limit,
+    };
     // A segment gains as much as any other of its class, or more if it is older.
-    let candidates = work.with_candidates(limit).filter_map(|guid| {
-        let segments = &pool.replicas.get(&guid)?.family.segments;
-        Some((guid, segments))
+    let candidates = work.with_candidates(widest).filter_map(|guid| {
+        let replica = pool.replicas.get(&guid)?;
+        Some((guid, limit_of(replica, limit), &replica.family.segments))
     });
     candidates
-        .flat_map(|(guid, segments)| {
-            segments.oldest_of_classes().map(move |(class, s)| (guid, class, s))
+        .flat_map(|(guid, limit, segments)| {
+            segments.oldest_of_classes().map(move |(class, s)| (guid, limit, class, s))
         })
-        .filter_map(|(guid, class, s)| {
+        .filter_map(|(guid, limit, class, s)| {
             let benefit = benefit(pool, guid, class.live_percent.into(), limit, &s)?;
             Some((benefit, guid, s))
         })
         .max_by_key(|(benefit, _, s)| (*benefit, std::cmp::Reverse(s.sequence)))
         .map(|(_, guid, s)| (guid, s))
+}
+
+/// How full a segment of a replica may be that is emptied.
+fn limit_of(replica: &Replica, limit: u64) -> u64 {
+    if reclaims(replica) { limit.max(RECLAIM_LIVE_PERCENT) } else { limit }
 }
 
 /// Gain of emptying a segment, if it may be emptied.
@@ -321,6 +359,7 @@ fn victim_of_all<D: Disk>(pool: &Pool<D>, limit: u64) -> Option<u32> {
         .filter_map(|(r, s)| {
             let capacity = r.family.segments.capacity(s.units);
             let live_percent = (s.live_bytes * 100 / capacity).min(100);
+            let limit = limit_of(r, limit);
             Some((benefit(pool, r.identity.guid, live_percent, limit, &s)?, s))
         })
         .max_by_key(|(benefit, s)| (*benefit, std::cmp::Reverse(s.sequence)))

@@ -1,6 +1,7 @@
 //! A shard's clients: their requests go to the state machines, the replies to them.
 
 use std::path::Path;
+use std::time::Duration;
 
 use quoin_nbd::{Description, Limits, Numbering, Session, TlsPolicy, VolumeExport};
 use quoin_reactor::descriptors::LISTENER_REST;
@@ -14,6 +15,7 @@ use super::sources::{Slot, Sources};
 use super::{Shard, Volume, feeding};
 use crate::assignment::Sharer;
 use crate::client::{Client, SharedUse, Turn, User};
+use crate::fences::Fences;
 use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
 use crate::standing::{Holder, Openers};
@@ -298,7 +300,7 @@ impl Shard {
         if !volume.accepts_clients() || volume.sealing.is_locked() {
             return;
         }
-        let NewClient { socket, mut session, input, mut requests, life, user } = new;
+        let NewClient { socket, mut session, input, mut requests, life, user, from } = new;
         if let Some(user) = &user
             && let Some(shares) = &user.shares
         {
@@ -315,7 +317,7 @@ impl Shard {
         session.device_changed(&volume.export.info);
         let mut client = Client::new(socket.into(), id, Box::new(session));
         client.give_input(input);
-        client.user = user;
+        (client.user, client.from) = (user, from);
         let Some(key) = self.settle(client) else { return };
         if let Some(life) = life {
             self.sources.timers.set(key, Some(now + life));
@@ -409,20 +411,38 @@ impl Shard {
         }
     }
 
+    /// Ends the connections of those who are let in no more. Nothing is acknowledged to them from here on.
+    pub(super) fn end_fenced(&mut self, fences: &Fences) {
+        for id in self.volumes.keys().copied().collect::<Vec<_>>() {
+            self.end_clients(id, |client| {
+                let holder = client.user.as_ref().map(|user| &user.holder);
+                let is_over = fences.cover(client.from, holder);
+                if is_over {
+                    // Answers that the kernel has not sent yet are not sent any more.
+                    let at_once = Some(Duration::ZERO);
+                    let _ = rustix::net::sockopt::set_socket_linger(client.socket(), at_once);
+                }
+                is_over
+            });
+        }
+    }
+
     /// Ends the connections of all who are no sharers: they may have been told that they may write.
     pub(super) fn end_own(&mut self, id: VolumeId) {
-        self.end_clients(id, |user| user.is_none_or(|user| user.shares.is_none()));
+        self.end_clients(id, |client| {
+            client.user.as_ref().is_none_or(|user| user.shares.is_none())
+        });
     }
 
     fn end_users(&mut self, id: VolumeId, ends: impl Fn(&User) -> bool) {
-        self.end_clients(id, |user| user.is_some_and(&ends));
+        self.end_clients(id, |client| client.user.as_ref().is_some_and(&ends));
     }
 
-    fn end_clients(&mut self, id: VolumeId, ends: impl Fn(Option<&User>) -> bool) {
+    fn end_clients(&mut self, id: VolumeId, ends: impl Fn(&Client) -> bool) {
         let Some(volume) = self.volumes.get(&id) else { return };
         let is_over = |key: &&u64| {
             let Some(Slot::Client(client)) = self.sources.slots.get(*key) else { return false };
-            ends(client.user.as_ref())
+            ends(client)
         };
         let over: Vec<u64> = volume.export.clients.iter().filter(is_over).copied().collect();
         for key in over {

@@ -43,6 +43,7 @@ use crate::assignment::{FeedOrder, Sharer};
 use crate::commands::{Answer, Command};
 use crate::dial::{Dialler, Dials, Undialled};
 use crate::feed::FeedInput;
+use crate::fences::Fences;
 use crate::history::{Pull, Pulls};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
@@ -63,6 +64,8 @@ pub enum Input {
     Update(Box<VolumeUpdate>),
     /// Members whose certificates open all volumes; the connections of others end.
     Openers(Openers),
+    /// Clients that are let in no more, whose connections end; the sender is told once they have ended.
+    Fences(Fences, tokio::sync::oneshot::Sender<()>),
     /// Drain, sync, close.
     Close(VolumeId),
     Dialled {
@@ -451,6 +454,11 @@ impl Shard {
             Input::Client(volume, client) => self.adopt(now, volume, *client),
             Input::Update(update) => self.update(now, *update),
             Input::Openers(openers) => self.end_disowned(&openers),
+            Input::Fences(fences, done) => {
+                self.end_fenced(&fences);
+                // Nobody waits for it at the end of the process.
+                let _ = done.send(());
+            }
             Input::Close(volume) => self.event(now, volume, PrimaryEvent::Shutdown),
             Input::Dialled { volume, session, bulk, pool, outcome } => {
                 self.dialled(now, volume, LinkName { session, bulk }, pool, outcome);

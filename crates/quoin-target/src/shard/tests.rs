@@ -110,7 +110,7 @@ fn next_client() -> (NewClient, TcpStream) {
     let operation = Operation::Read { offset: 0, length: 512 };
     let read = Request { token: 1, operation, origin: None };
     let (input, requests, life) = (BytesMut::new(), vec![read], None);
-    (NewClient { socket, session, input, requests, life, user: None }, there)
+    (NewClient { socket, session, input, requests, life, user: None, from: None }, there)
 }
 
 fn requests(shard: &Shard, kind: &str) -> u64 {

@@ -9,6 +9,7 @@ mod heal;
 mod keys;
 mod modify;
 mod options;
+mod reclaim;
 mod remote;
 mod replica_view;
 mod replicas;
@@ -94,6 +95,9 @@ pub enum VolumeCommand {
     /// in the background, beside its use. Its source may be deleted before or after.
     #[command(after_help = flatten::HELP)]
     Flatten(flatten::FlattenOptions),
+    /// Give back space that is dead in a volume's replicas: overwritten, trimmed or deleted blocks.
+    #[command(after_help = reclaim::HELP)]
+    Reclaim(reclaim::ReclaimOptions),
     /// Change options of a volume, attached or not: limits, durability, what IO does without a
     /// quorum or room, how many replicas it has.
     #[command(after_help = modify::HELP)]
@@ -289,6 +293,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Reclaim(options) => {
+            reclaim::reclaim(&mut cluster, options, client, format).await
         }
         VolumeCommand::Flatten(options) => {
             flatten::flatten(&mut cluster, options, client, format).await

@@ -1,0 +1,268 @@
+//! Blocks of addresses are fenced: nodes in them write nothing any more, whether or not they answer.
+
+use std::time::Duration;
+
+use quoin_api::control::{NodeReport, TargetReport};
+use quoin_cluster::records::Sharing;
+use quoin_control::{Error, Publish};
+use quoin_types::{Epoch, Incarnation};
+use tonic::Code;
+
+use crate::cluster::*;
+
+const BLOCK: &str = "192.0.2.1/32";
+
+fn words(texts: &[&str]) -> Vec<String> {
+    texts.iter().map(|text| (*text).to_owned()).collect()
+}
+
+impl Cluster {
+    /// The target of a node reports, with these addresses, and carries out the fences that it is told of.
+    async fn target_reports(&self, node: &str, addresses: &[&str]) {
+        let told = self.controller.assignments.of_node(node).fences;
+        let report = TargetReport {
+            node: node.into(),
+            addresses: words(addresses),
+            fences_digest: told.map_or(0, |fences| fences.digest),
+            ..TargetReport::default()
+        };
+        self.controller.reports.target(&report).await.unwrap();
+    }
+
+    async fn pools_report(&mut self) {
+        for pool in self.pools.iter_mut().filter(|pool| pool.online) {
+            pool.obey(&self.controller);
+            self.controller.reports.pool(&pool.report()).await.unwrap();
+        }
+    }
+
+    async fn fence(&self, blocks: &[&str]) -> Result<(), Error> {
+        let wait = Duration::from_millis(300);
+        self.controller.volumes.network_fences.add_within(wait, &words(blocks)).await
+    }
+
+    async fn unfence(&self, blocks: &[&str]) -> Result<(), Error> {
+        self.controller.volumes.network_fences.remove(&words(blocks)).await
+    }
+
+    fn fenced(&self) -> Vec<String> {
+        self.controller.volumes.network_fences.list().into_iter().map(|f| f.block).collect()
+    }
+
+    async fn acquire(&self, node: &str) -> Result<Epoch, Error> {
+        let id = self.volume("db").id.0;
+        let incarnation = Incarnation(77);
+        let acquired =
+            self.controller.volumes.epochs.acquire(id, node, incarnation, Epoch(0)).await?;
+        Ok(acquired.expect("it owns the volume").epoch)
+    }
+}
+
+/// A cluster with a volume that node n1 has opened, and an address of each node.
+async fn opened() -> Cluster {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    cluster.target_reports("n1", &["192.0.2.1", "fd00::1"]).await;
+    cluster.target_reports("n2", &["192.0.2.2"]).await;
+    cluster.attach("db", "n1").await.unwrap();
+    let id = cluster.volume("db").id.0;
+    cluster.open_volume(id, "n1", 9).await;
+    cluster
+}
+
+#[tokio::test]
+async fn a_fence_holds_once_a_quorum_has_promised_it_for_a_lease_and_until_then_is_asked_for_again()
+{
+    let mut cluster = opened().await;
+    // Nothing of the node is needed, and nothing of the pools is known.
+    let refused = cluster.fence(&[BLOCK]).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable);
+    assert!(refused.to_string().contains("pools of volume db"), "{refused}");
+    let fence = cluster.volume("db").grants.clone();
+    assert!(fence.fenced_at_once && fence.fenced == cluster.volume("db").opened.epoch);
+    // One of three is not enough, however long it says so.
+    let (first, others) = cluster.pools.split_first_mut().unwrap();
+    first.obey(&cluster.controller);
+    cluster.controller.reports.pool(&first.report()).await.unwrap();
+    for pool in others {
+        cluster.controller.reports.pool(&pool.report()).await.unwrap();
+    }
+    assert_eq!(cluster.fence(&[BLOCK]).await.unwrap_err().code(), Code::Unavailable);
+    cluster.pools[2].online = false;
+    cluster.pools_report().await;
+    let began = tokio::time::Instant::now();
+    cluster.controller.volumes.network_fences.add(&words(&[BLOCK])).await.unwrap();
+    let took = began.elapsed();
+    assert!(took >= Duration::from_millis(1900), "the lease was not waited for: {took:?}");
+    assert!(took < Duration::from_secs(4), "{took:?}");
+    assert_eq!(cluster.volume("db").grants, fence, "a repeat takes nothing back");
+    let began = tokio::time::Instant::now();
+    cluster.fence(&[BLOCK]).await.unwrap();
+    assert!(began.elapsed() < Duration::from_millis(100));
+    assert_eq!(cluster.fenced(), [BLOCK]);
+}
+
+#[tokio::test]
+async fn pools_that_hear_no_target_need_no_lease_to_pass() {
+    let mut cluster = opened().await;
+    cluster.fence(&[BLOCK]).await.unwrap_err();
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.pools_report().await;
+    let began = tokio::time::Instant::now();
+    cluster.fence(&[BLOCK]).await.unwrap();
+    assert!(began.elapsed() < Duration::from_millis(200));
+}
+
+/// Proves ADDONS-FENCE-07 of the controller: its restart, and each way to a grant.
+#[tokio::test]
+async fn a_fenced_node_gets_no_epoch_no_volume_and_no_target_that_is_lent_before_the_fence_is_lifted()
+ {
+    let mut cluster = opened().await;
+    cluster.fence(&[BLOCK]).await.unwrap_err();
+    cluster.create("other").await;
+    for restarts in [false, true] {
+        if restarts {
+            cluster.restart().await;
+            cluster.settle().await.unwrap();
+        }
+        assert_eq!(cluster.fenced(), [BLOCK]);
+        let refused = cluster.acquire("n1").await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        assert!(refused.to_string().contains(BLOCK), "{refused}");
+        let refused = cluster.attach("other", "n1").await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        assert!(refused.to_string().contains(&format!("quoin fence remove {BLOCK}")), "{refused}");
+        // The node's own word for another address does not free it.
+        cluster.target_reports("n1", &["198.51.100.1"]).await;
+        assert!(cluster.acquire("n1").await.is_err());
+    }
+    // Its replicas stay in service, and so do other nodes.
+    cluster.target_reports("n2", &["192.0.2.2"]).await;
+    cluster.attach("other", "n2").await.unwrap();
+    let id = cluster.volume("other").id.0;
+    cluster.open_volume(id, "n2", 3).await;
+    cluster.unfence(&[BLOCK]).await.unwrap();
+    assert_eq!(cluster.fenced(), Vec::<String>::new());
+    assert!(cluster.acquire("n1").await.unwrap().0 > cluster.volume("db").grants.fenced);
+    cluster.attach("other", "n1").await.expect_err("n2 has it");
+}
+
+#[tokio::test]
+async fn unfence_lifts_exactly_its_blocks_and_a_node_is_free_once_no_other_covers_it() {
+    let mut cluster = opened().await;
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    let blocks = ["192.0.2.0/25", BLOCK, "fd00::/64", "203.0.113.0/24"];
+    cluster.fence(&blocks).await.unwrap_err();
+    cluster.pools_report().await;
+    cluster.fence(&blocks).await.unwrap();
+    assert_eq!(cluster.fenced().len(), 4, "each block once");
+    // A block that is not fenced counts as lifted; one inside of a fenced one is another one.
+    cluster.unfence(&["192.0.2.0/26", "198.51.100.0/24"]).await.unwrap();
+    assert_eq!(cluster.fenced().len(), 4);
+    cluster.unfence(&[BLOCK]).await.unwrap();
+    assert!(cluster.acquire("n1").await.is_err() && cluster.acquire("n1").await.is_err());
+    cluster.unfence(&["192.0.2.0/25"]).await.unwrap();
+    assert!(cluster.acquire("n1").await.is_err(), "its other address is covered still");
+    cluster.unfence(&["fd00::/64"]).await.unwrap();
+    assert_eq!(cluster.fenced(), ["203.0.113.0/24"]);
+    assert!(cluster.acquire("n1").await.is_ok());
+}
+
+#[tokio::test]
+async fn one_text_that_is_no_block_fails_the_call_and_no_other_takes_effect() {
+    let cluster = opened().await;
+    for wrong in [&[][..], &["198.51.100.0/24", "198.51.100.0/33"], &["h1"], &["192.0.2.1"]] {
+        for refused in [cluster.fence(wrong).await, cluster.unfence(wrong).await] {
+            let refused = refused.unwrap_err();
+            assert_eq!(refused.code(), Code::InvalidArgument);
+            assert!(refused.to_string().starts_with("blocks:"), "{refused}");
+        }
+    }
+    assert_eq!(cluster.fenced(), Vec::<String>::new());
+    assert_eq!(cluster.fence(&["198.51.100.0/24"]).await.unwrap_err().code(), Code::Unavailable);
+    let wrong = ["198.51.100.0/24", "x/1"];
+    assert_eq!(cluster.unfence(&wrong).await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(cluster.fenced(), ["198.51.100.0/24"]);
+}
+
+/// Clients of other nodes' targets come from a fenced block: the targets say that they turned them away.
+#[tokio::test]
+async fn a_block_without_a_node_is_fenced_once_each_target_says_that_it_turned_its_clients_away() {
+    let cluster = opened().await;
+    let block = "203.0.113.0/24";
+    let refused = cluster.fence(&[block]).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable);
+    assert!(refused.to_string().contains("node n1"), "{refused}");
+    let told = cluster.controller.assignments.of_node("n1").fences.unwrap();
+    assert_eq!((told.blocks, told.nodes), (words(&[block]), Vec::new()));
+    // A target that has not may be granted nothing anew.
+    let id = cluster.volume("db").id.0;
+    let behind =
+        cluster.controller.volumes.epochs.acquire_behind(0, id, "n1", Incarnation(10), Epoch(0));
+    assert_eq!(behind.await.unwrap_err().code(), Code::Unavailable);
+    let before = cluster.volume("db");
+    cluster.target_reports("n1", &["192.0.2.1"]).await;
+    cluster.fence(&[block]).await.unwrap();
+    assert_eq!(cluster.volume("db").opened, before.opened, "nobody else is disturbed");
+    assert!(cluster.acquire("n1").await.is_ok());
+    cluster.unfence(&[block]).await.unwrap();
+    assert!(cluster.controller.assignments.of_node("n1").fences.is_none());
+}
+
+#[tokio::test]
+async fn a_volume_that_a_fenced_node_serves_for_others_goes_to_another_node_that_has_it() {
+    let mut cluster = opened().await;
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    for node in ["n1", "n2"] {
+        let sharing = Sharing::MultiWriter;
+        let publish = Publish { node: node.into(), sharing, ..Publish::default() };
+        cluster
+            .controller
+            .volumes
+            .attachments
+            .publish(by_name("db").as_ref(), &publish)
+            .await
+            .unwrap();
+    }
+    let id = cluster.volume("db").id.0;
+    cluster.open_volume(id, "n1", 11).await;
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.fence(&[BLOCK]).await.unwrap_err();
+    cluster.controller.work.failover.look().await.unwrap();
+    assert_eq!(cluster.volume("db").opened.owner.as_deref(), Some("n2"));
+    let told = cluster.controller.assignments.of_node("n2").fences.unwrap();
+    assert_eq!(told.nodes, ["n1"], "the target of n2 lets n1 in no more");
+    cluster.pools_report().await;
+    cluster.target_reports("n2", &["192.0.2.2"]).await;
+    cluster.fence(&[BLOCK]).await.unwrap();
+    assert!(cluster.acquire("n2").await.is_ok());
+}
+
+#[tokio::test]
+async fn a_node_that_comes_to_a_fenced_address_is_fenced_with_what_it_has() {
+    let mut cluster = opened().await;
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.target_reports("n1", &["192.0.2.1"]).await;
+    let block = "203.0.113.0/24";
+    cluster.fence(&[block]).await.unwrap_err();
+    assert!(cluster.volume("db").is_granted());
+    let nodes = || cluster.controller.volumes.network_fences.list().remove(0).nodes;
+    assert_eq!(nodes(), Vec::<String>::new());
+    cluster.target_reports("n1", &["192.0.2.1", "203.0.113.9"]).await;
+    assert_eq!(nodes(), ["n1"]);
+    assert!(!cluster.volume("db").is_granted() && cluster.acquire("n1").await.is_err());
+    let wrong = TargetReport {
+        node: "n1".into(),
+        addresses: words(&["10.0.0.300"]),
+        ..TargetReport::default()
+    };
+    let refused = cluster.controller.reports.target(&wrong).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    // CSI's report of the node says nothing of its addresses.
+    let report = NodeReport { node: "n1".into(), ..NodeReport::default() };
+    cluster.controller.reports.node(&report).await.unwrap();
+    let shown = cluster.controller.status.nodes();
+    let shown = shown.iter().find(|node| node.name == "n1").unwrap();
+    assert_eq!(shown.host_addresses, ["192.0.2.1", "203.0.113.9"]);
+    assert_eq!(shown.fenced_by, block);
+}
