@@ -44,6 +44,7 @@ mod namespaces;
 mod nbd_tcp;
 mod node_healing;
 mod nodes;
+mod orchestrators;
 mod package;
 mod pages;
 mod peers;
