@@ -3,11 +3,16 @@
 use std::sync::atomic::Ordering;
 
 use quoin_api::csi::GetPluginInfoRequest;
+use quoin_api::csi_addons::encryptionkeyrotation::encryption_key_rotation_controller_client::EncryptionKeyRotationControllerClient;
+use quoin_api::csi_addons::fence::fence_controller_client::FenceControllerClient;
 use quoin_api::csi_addons::healer::NodeHealerRequest;
 use quoin_api::csi_addons::healer::healer_node_client::HealerNodeClient;
 use quoin_api::csi_addons::identity::capability::{Type, service};
 use quoin_api::csi_addons::identity::identity_client::IdentityClient;
 use quoin_api::csi_addons::identity::{GetCapabilitiesRequest, GetIdentityRequest, ProbeRequest};
+use quoin_api::csi_addons::reclaimspace::reclaim_space_controller_client::ReclaimSpaceControllerClient;
+use quoin_api::csi_addons::reclaimspace::reclaim_space_node_client::ReclaimSpaceNodeClient;
+use quoin_api::csi_addons::{encryptionkeyrotation, fence, reclaimspace, replication, volumegroup};
 use quoin_csi::Mode;
 use tonic::Code;
 use tonic::transport::Channel;
@@ -86,4 +91,79 @@ async fn a_process_is_starting_until_it_reached_the_controller_and_ill_without_i
     let ill = identity.probe(ProbeRequest {}).await;
     assert_eq!(code(&ill), Code::FailedPrecondition);
     assert!(ill.unwrap_err().message().contains("attach process"));
+}
+
+/// Returns the code of each call of the interface with nothing in it, by the capability that stands for it.
+async fn codes(channel: &Channel) -> Vec<(&'static str, &'static str, Code)> {
+    let channel = || channel.clone();
+    let mut found = Vec::new();
+    macro_rules! ask {
+        ($client:ty: $($capability:literal $call:ident $request:ty),+) => {$(
+            let answer = <$client>::new(channel()).$call(<$request>::default()).await;
+            found.push(($capability, stringify!($call), code(&answer)));
+        )+};
+    }
+    ask!(FenceControllerClient<Channel>:
+        "NETWORK_FENCE" fence_cluster_network fence::FenceClusterNetworkRequest,
+        "NETWORK_FENCE" unfence_cluster_network fence::UnfenceClusterNetworkRequest,
+        "NETWORK_FENCE" list_cluster_fence fence::ListClusterFenceRequest,
+        "GET_CLIENTS_TO_FENCE" get_fence_clients fence::GetFenceClientsRequest);
+    ask!(ReclaimSpaceControllerClient<Channel>:
+        "OFFLINE" controller_reclaim_space reclaimspace::ControllerReclaimSpaceRequest);
+    ask!(ReclaimSpaceNodeClient<Channel>:
+        "ONLINE" node_reclaim_space reclaimspace::NodeReclaimSpaceRequest);
+    ask!(EncryptionKeyRotationControllerClient<Channel>:
+        "ENCRYPTIONKEYROTATION" encryption_key_rotate
+            encryptionkeyrotation::EncryptionKeyRotateRequest);
+    ask!(replication::controller_client::ControllerClient<Channel>:
+        "VOLUME_REPLICATION" enable_volume_replication replication::EnableVolumeReplicationRequest,
+        "VOLUME_REPLICATION" disable_volume_replication replication::DisableVolumeReplicationRequest,
+        "VOLUME_REPLICATION" promote_volume replication::PromoteVolumeRequest,
+        "VOLUME_REPLICATION" demote_volume replication::DemoteVolumeRequest,
+        "VOLUME_REPLICATION" resync_volume replication::ResyncVolumeRequest,
+        "VOLUME_REPLICATION" get_volume_replication_info
+            replication::GetVolumeReplicationInfoRequest,
+        "GET_REPLICATION_DESTINATION_INFO" get_replication_destination_info
+            replication::GetReplicationDestinationInfoRequest);
+    ask!(volumegroup::controller_client::ControllerClient<Channel>:
+        "VOLUME_GROUP" create_volume_group volumegroup::CreateVolumeGroupRequest,
+        "VOLUME_GROUP" delete_volume_group volumegroup::DeleteVolumeGroupRequest,
+        "MODIFY_VOLUME_GROUP" modify_volume_group_membership
+            volumegroup::ModifyVolumeGroupMembershipRequest,
+        "GET_VOLUME_GROUP" controller_get_volume_group volumegroup::ControllerGetVolumeGroupRequest,
+        "LIST_VOLUME_GROUPS" list_volume_groups volumegroup::ListVolumeGroupsRequest);
+    found
+}
+
+/// Proves ADDONS-IDENTITY-04, ADDONS-IDENTITY-05, ADDONS-IDENTITY-07.
+#[tokio::test]
+async fn a_process_tells_exactly_the_capabilities_of_its_sides_and_serves_no_other_call() {
+    let of_controller = [
+        "CONTROLLER_SERVICE",
+        "OFFLINE",
+        "NETWORK_FENCE",
+        "VOLUME_REPLICATION",
+        "GET_REPLICATION_DESTINATION_INFO",
+        "VOLUME_GROUP",
+        "LIMIT_VOLUME_TO_ONE_VOLUME_GROUP",
+        "DO_NOT_ALLOW_VG_TO_DELETE_VOLUMES",
+        "MODIFY_VOLUME_GROUP",
+        "GET_VOLUME_GROUP",
+        "LIST_VOLUME_GROUPS",
+    ];
+    let of_node = ["NODE_SERVICE", "ONLINE", "GET_CLIENTS_TO_FENCE", "ENCRYPTIONKEYROTATION"];
+    for mode in [Mode::ALL, Mode::CONTROLLER, Mode::NODE] {
+        let world = World::start_in(mode).await;
+        let controller = of_controller.iter().filter(|_| mode.controller);
+        let mut expected: Vec<&str> =
+            controller.chain(of_node.iter().filter(|_| mode.node)).copied().collect();
+        expected.sort_unstable();
+        let mut told = capabilities(&world.addons).await;
+        told.sort_unstable();
+        assert_eq!(told, expected, "{mode:?}");
+        for (capability, call, code) in codes(&world.addons).await {
+            let is_told = expected.contains(&capability);
+            assert_eq!(code != Code::Unimplemented, is_told, "{mode:?} {call}: {code:?}");
+        }
+    }
 }
