@@ -36,7 +36,10 @@ pub mod csi_addons {
     /// Declares the module of each package, with the `Debug` of messages that carry secrets: their name
     /// only.
     macro_rules! packages {
-        ($($package:ident)*) => {$(
+        ($($package:ident)*) => {
+            /// The packages of the interface, as paths of calls begin with them.
+            pub const PACKAGES: &[&str] = &[$(stringify!($package)),*];
+            $(
             #[allow(clippy::all, clippy::pedantic)]
             pub mod $package {
                 include!(concat!(env!("OUT_DIR"), "/csi-addons/", stringify!($package), ".rs"));

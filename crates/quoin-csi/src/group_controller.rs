@@ -14,21 +14,11 @@ use tonic::{Request, Response, Status};
 use crate::backend::Backend;
 use crate::controller::group_snapshot;
 use crate::in_flight::run_to_completion;
-use crate::refusal::{group_not_cut, missing, no_group_snapshot, not_served, other_members};
+use crate::refusal::{group_not_cut, missing, no_group_snapshot, other_members};
 use crate::{Plugin, limits, parameters};
 
 /// Group snapshots, in the modes that have the controller.
 pub(crate) struct GroupService(pub Plugin);
-
-impl GroupService {
-    /// The mode is checked before anything else.
-    fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
-        if !self.0.mode().controller {
-            return Err(not_served(rpc, "this process runs in node mode"));
-        }
-        Ok(self.0.backend().clone())
-    }
-}
 
 /// Checks the list of members that a caller gives with a group's id: all of those that exist, and
 /// none that never was one. Members that a recovery of the records did not find may be named.
@@ -62,7 +52,7 @@ impl GroupController for GroupService {
         &self,
         _: Request<GroupControllerGetCapabilitiesRequest>,
     ) -> Result<Response<GroupControllerGetCapabilitiesResponse>, Status> {
-        self.served("GroupControllerGetCapabilities")?;
+        self.0.served_by_controller("GroupControllerGetCapabilities")?;
         let rpc = Rpc { r#type: rpc::Type::CreateDeleteGetVolumeGroupSnapshot.into() };
         let capability = GroupControllerServiceCapability { r#type: Some(Type::Rpc(rpc)) };
         let capabilities = vec![capability];
@@ -73,7 +63,7 @@ impl GroupController for GroupService {
         &self,
         request: Request<CreateVolumeGroupSnapshotRequest>,
     ) -> Result<Response<CreateVolumeGroupSnapshotResponse>, Status> {
-        let backend = self.served("CreateVolumeGroupSnapshot")?;
+        let backend = self.0.served_by_controller("CreateVolumeGroupSnapshot")?;
         let mut request = request.into_inner();
         limits::name("name", &request.name)?;
         if request.source_volume_ids.is_empty() {
@@ -103,7 +93,7 @@ impl GroupController for GroupService {
         &self,
         request: Request<DeleteVolumeGroupSnapshotRequest>,
     ) -> Result<Response<DeleteVolumeGroupSnapshotResponse>, Status> {
-        let backend = self.served("DeleteVolumeGroupSnapshot")?;
+        let backend = self.0.served_by_controller("DeleteVolumeGroupSnapshot")?;
         let mut request = request.into_inner();
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;
@@ -124,7 +114,7 @@ impl GroupController for GroupService {
         &self,
         request: Request<GetVolumeGroupSnapshotRequest>,
     ) -> Result<Response<GetVolumeGroupSnapshotResponse>, Status> {
-        let backend = self.served("GetVolumeGroupSnapshot")?;
+        let backend = self.0.served_by_controller("GetVolumeGroupSnapshot")?;
         let mut request = request.into_inner();
         limits::required("group_snapshot_id", &request.group_snapshot_id)?;
         check_ids(&request.snapshot_ids)?;

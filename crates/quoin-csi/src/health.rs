@@ -64,18 +64,23 @@ pub fn of_node(volume_id: String, faults: &[VolumeFault]) -> VolumeHealth {
     VolumeHealth { volume_id, health_statuses: faults.iter().map(entry).collect() }
 }
 
+/// Returns the role of a volume that its mirror alone changes: a copy of another cluster's, or one whose role is on
+/// its way.
+pub fn copy_role(volume: &api::Volume) -> Option<&str> {
+    const COPIES: [&str; 5] = ["demoting", "secondary", "promoting", "diverged", "resyncing"];
+    let role = volume.mirror.as_ref().map(|mirror| mirror.role.as_str());
+    role.filter(|role| COPIES.contains(role))
+}
+
 /// Returns what the records say of a volume's use on a node.
 pub fn standing(volume: &api::Volume, node: &str) -> Standing {
-    // While a take-over is on its way, the volume is not this cluster's to use either.
-    const COPIES: [&str; 5] = ["demoting", "secondary", "promoting", "diverged", "resyncing"];
     let is_here = |one: &&api::Attachment| one.node == node && one.phase != "Detaching";
     let here = volume.attachments.iter().find(is_here);
     let elsewhere = volume.attachments.iter().any(|one| one.replays && one.node != node);
-    let role = volume.mirror.as_ref().map(|mirror| mirror.role.clone());
     let is_encrypted = volume.spec.as_ref().is_some_and(|spec| spec.encryption.is_some());
     Standing {
         is_published: here.is_some(),
-        copy: role.filter(|role| COPIES.contains(&role.as_str())),
+        copy: copy_role(volume).map(str::to_owned),
         waits_for_key: is_encrypted && volume.waiting_for.starts_with(WAITS_FOR_KEY),
         replay_is_due: elsewhere || here.is_some_and(|one| one.replays || one.replay_is_late),
         size_bytes: volume.size_bytes,

@@ -17,7 +17,7 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::backend::Backend;
 use crate::edition::Edition;
-use crate::refusal::{invalid, no_snapshot, not_served, out_of_range};
+use crate::refusal::{invalid, no_snapshot, out_of_range};
 use crate::{Plugin, limits};
 
 /// Parts of a snapshot begin at multiples of this.
@@ -150,11 +150,9 @@ impl Asked {
 impl MetadataService {
     /// The mode is checked before anything else.
     fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
-        if !self.0.mode().controller {
-            return Err(not_served(rpc, "this process runs in node mode"));
-        }
+        let backend = self.0.served_by_controller(rpc)?;
         self.0.serves_since(rpc, Edition::V1_10)?;
-        Ok(self.0.backend().clone())
+        Ok(backend)
     }
 }
 

@@ -18,16 +18,11 @@ use crate::capacity::{Range, signed};
 use crate::controller::cut;
 use crate::edition::Edition;
 use crate::in_flight::run_to_completion;
-use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
+use crate::refusal::{self, from_node, invalid, missing, no_volume, out_of_range};
 use crate::{NodeSide, Plugin, context, encryption, health, limits, topology};
 
 /// Serves Node in the modes that have it.
 pub(crate) struct NodeService(pub Plugin);
-
-/// Reason for which a process without the node serves none of its calls.
-pub(crate) const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
-     or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
-     printed why at its start";
 
 /// Longest wait for the controller's word of a volume whose health is asked for; without it, the node
 /// judges alone.
@@ -47,20 +42,13 @@ const CAPABILITIES: &[(Edition, rpc::Type)] = &[
 ];
 
 impl NodeService {
-    fn served(&self, rpc: &'static str) -> Result<(Backend, &NodeSide), Status> {
-        match self.0.node() {
-            Some(node) => Ok((self.0.backend().clone(), node)),
-            None => Err(not_served(rpc, CONTROLLER_ONLY)),
-        }
-    }
-
-    /// As [`Self::served`], of a call that came with a later edition.
+    /// As [`Plugin::served_by_node`], of a call that came with a later edition.
     fn served_since(
         &self,
         rpc: &'static str,
         since: Edition,
     ) -> Result<(Backend, &NodeSide), Status> {
-        let served = self.served(rpc)?;
+        let served = self.0.served_by_node(rpc)?;
         self.0.serves_since(rpc, since)?;
         Ok(served)
     }
@@ -72,7 +60,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeStageVolumeRequest>,
     ) -> Result<Response<NodeStageVolumeResponse>, Status> {
-        let (backend, node) = self.served("NodeStageVolume")?;
+        let (backend, node) = self.0.served_by_node("NodeStageVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
@@ -139,7 +127,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeUnstageVolumeRequest>,
     ) -> Result<Response<NodeUnstageVolumeResponse>, Status> {
-        let (backend, node) = self.served("NodeUnstageVolume")?;
+        let (backend, node) = self.0.served_by_node("NodeUnstageVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
@@ -163,7 +151,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodePublishVolumeRequest>,
     ) -> Result<Response<NodePublishVolumeResponse>, Status> {
-        let (backend, node) = self.served("NodePublishVolume")?;
+        let (backend, node) = self.0.served_by_node("NodePublishVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let target = limits::path("target_path", &request.target_path)?;
@@ -223,7 +211,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeUnpublishVolumeRequest>,
     ) -> Result<Response<NodeUnpublishVolumeResponse>, Status> {
-        let (backend, node) = self.served("NodeUnpublishVolume")?;
+        let (backend, node) = self.0.served_by_node("NodeUnpublishVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let target = limits::path("target_path", &request.target_path)?;
@@ -247,7 +235,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeGetVolumeStatsRequest>,
     ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
-        let (_, node) = self.served("NodeGetVolumeStats")?;
+        let (_, node) = self.0.served_by_node("NodeGetVolumeStats")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         if request.volume_path.is_empty() {
@@ -289,7 +277,7 @@ impl Node for NodeService {
         &self,
         request: Request<NodeExpandVolumeRequest>,
     ) -> Result<Response<NodeExpandVolumeResponse>, Status> {
-        let (backend, node) = self.served("NodeExpandVolume")?;
+        let (backend, node) = self.0.served_by_node("NodeExpandVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         if request.volume_path.is_empty() {
@@ -338,7 +326,7 @@ impl Node for NodeService {
         &self,
         _: Request<NodeGetCapabilitiesRequest>,
     ) -> Result<Response<NodeGetCapabilitiesResponse>, Status> {
-        self.served("NodeGetCapabilities")?;
+        self.0.served_by_node("NodeGetCapabilities")?;
         let is_on =
             |kind: &rpc::Type| *kind != rpc::Type::VolumeMountGroup || self.0.gives_groups();
         let capability = |kind: rpc::Type| NodeServiceCapability {
@@ -353,7 +341,7 @@ impl Node for NodeService {
         &self,
         _: Request<NodeGetInfoRequest>,
     ) -> Result<Response<NodeGetInfoResponse>, Status> {
-        let (_, node) = self.served("NodeGetInfo")?;
+        let (_, node) = self.0.served_by_node("NodeGetInfo")?;
         Ok(Response::new(NodeGetInfoResponse {
             node_id: node.name.clone(),
             max_volumes_per_node: node.volumes_max.into(),
@@ -383,14 +371,16 @@ impl Node for NodeService {
             let faults = match found.map_err(|error| from_node(&error))? {
                 Some(faults) => faults,
                 // Nothing of it is here: is there such a volume?
-                None => match backend.find_volume(&volume_id).await {
-                    Ok(Some(_)) => Vec::new(),
-                    Ok(None) => return Err(no_volume(&volume_id)),
-                    Err(status) => {
-                        let what = format!("volume {volume_id}, of which nothing is here,");
-                        return Err(refusal::not_judged(&what, status.message()));
+                None => {
+                    match asked.unwrap_or_else(|_| Err(refusal::no_answer_in_time(STANDING_MAX))) {
+                        Ok(Some(_)) => Vec::new(),
+                        Ok(None) => return Err(no_volume(&volume_id)),
+                        Err(status) => {
+                            let what = format!("volume {volume_id}, of which nothing is here,");
+                            return Err(refusal::not_judged(&what, status.message()));
+                        }
                     }
-                },
+                }
             };
             let volume_health = Some(health::of_node(volume_id, &faults));
             Ok(Response::new(NodeGetVolumeHealthResponse { volume_health }))

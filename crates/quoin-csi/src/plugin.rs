@@ -37,6 +37,13 @@ use crate::node::NodeService;
 use crate::secrets::Secrets;
 use crate::{limits, refusal};
 
+/// Reasons for which a process serves no call of the other side.
+const NODE_ONLY: &str =
+    "this process runs in node mode: the call is for one with `--mode controller` or `all`";
+const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` \
+     or `all`; `quoin dev` runs so where volumes cannot be attached (no root, no /dev/fuse) and \
+     printed why at its start";
+
 /// Interval of checks for calls under way while the process ends.
 const IDLE_LOOK: Duration = Duration::from_millis(500);
 
@@ -206,6 +213,26 @@ impl Plugin {
     }
     pub(crate) fn node(&self) -> Option<&NodeSide> {
         self.inner.node.as_ref()
+    }
+    /// The control plane, for a call of the controller. Asked before anything else of a call is read.
+    ///
+    /// # Errors
+    /// 12 in a mode without the controller.
+    pub(crate) fn served_by_controller(&self, rpc: &'static str) -> Result<Backend, Status> {
+        match self.mode().controller {
+            true => Ok(self.backend().clone()),
+            false => Err(refusal::not_served(rpc, NODE_ONLY)),
+        }
+    }
+    /// The control plane and this host, for a call of the node. Asked before anything else of a call is read.
+    ///
+    /// # Errors
+    /// 12 in a mode without the node.
+    pub(crate) fn served_by_node(&self, rpc: &'static str) -> Result<(Backend, &NodeSide), Status> {
+        match self.node() {
+            Some(node) => Ok((self.backend().clone(), node)),
+            None => Err(refusal::not_served(rpc, CONTROLLER_ONLY)),
+        }
     }
     /// This node's way to the pools.
     pub(crate) fn pools(&self) -> &Pools {

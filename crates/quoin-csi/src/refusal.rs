@@ -50,12 +50,28 @@ pub fn internal(rpc: &str) -> Status {
     ))
 }
 
-/// Refuses by 2 where the tables of CSI-Addons have no row, and those of CSI have 13.
+/// Refuses by 2 what has no row in the tables of CSI-Addons.
 pub fn unclassified(status: Status) -> Status {
     match status.code() {
-        Code::Internal => Status::unknown(status.message()),
+        Code::Internal | Code::DataLoss | Code::OutOfRange | Code::Cancelled => {
+            Status::unknown(status.message())
+        }
         _ => status,
     }
+}
+
+/// Reports a reclaim that goes on behind the call: 14.
+pub fn still_reclaimed(volume_id: &str) -> Status {
+    Status::unavailable(format!(
+        "space of volume {volume_id} is being given back; that goes on, and a repeat of the call tells how it ended"
+    ))
+}
+
+/// Reports a volume of which neither this node nor the controller says whether it exists: 14.
+pub fn not_known(volume_id: &str, why: &str) -> Status {
+    Status::unavailable(format!(
+        "nothing of volume {volume_id} is on this node, and the controller does not say whether it exists: {why}"
+    ))
 }
 
 /// Refuses where secrets are demanded and those sent do not authenticate: 16.

@@ -46,12 +46,12 @@ struct Asked {
     timeout: Option<Duration>,
 }
 
-/// As clients of the first edition ask.
+/// Source as clients of the first edition name it.
 fn by_id(id: &str) -> Asked {
     Asked { volume_id: id.to_owned(), ..Default::default() }
 }
 
-/// As clients of 2026 ask.
+/// Source as clients of 2026 name it.
 fn by_source(source: ReplicationSource) -> Asked {
     Asked { replication_source: Some(source), ..Default::default() }
 }

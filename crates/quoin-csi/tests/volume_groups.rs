@@ -168,7 +168,7 @@ async fn a_group_is_made_once_of_exactly_the_members_that_are_asked_for() {
     assert_eq!(members(&groups.found(&made.volume_group_id).await), set(&[&a, &b]));
 }
 
-/// Proves ADDONS-GROUP-09, ADDONS-GROUP-10, ADDONS-GROUP-11, ADDONS-GROUP-12, ADDONS-GROUP-13, ADDONS-GROUP-14,
+/// Proves ADDONS-GROUP-09, ADDONS-GROUP-10, ADDONS-GROUP-12, ADDONS-GROUP-13, ADDONS-GROUP-14,
 /// ADDONS-GROUP-15, ADDONS-GROUP-16, ADDONS-GROUP-17, ADDONS-GROUP-18, ADDONS-GROUP-19.
 #[tokio::test]
 async fn members_are_changed_as_a_whole_and_no_call_of_a_group_deletes_a_volume() {
@@ -227,7 +227,7 @@ async fn members_are_changed_as_a_whole_and_no_call_of_a_group_deletes_a_volume(
     assert_eq!(most.volume_group.unwrap().volumes.len(), MEMBERS_MAX);
 }
 
-/// Proves ADDONS-GROUP-20, ADDONS-GROUP-21, ADDONS-GROUP-22.
+/// Proves ADDONS-GROUP-20, ADDONS-GROUP-21.
 #[tokio::test]
 async fn groups_are_listed_in_pages_and_keep_their_ids_over_a_restart() {
     let mut groups = Groups::start().await;

@@ -119,8 +119,9 @@ async fn ask(socket: &Path, request: &Request) -> Result<Answer, Error> {
     let failed = |source| Error::Target { socket: socket.to_owned(), source };
     let timed_out = |_| failed(std::io::ErrorKind::TimedOut.into());
     let call = async {
-        let line = serde_json::to_vec(request).map_err(std::io::Error::from)?;
-        let mut line = Zeroizing::new(line);
+        // The line has its largest size at once: a reallocation would leave a copy of the key behind.
+        let mut line = Zeroizing::new(Vec::with_capacity(LINE_BYTES_MAX as usize));
+        serde_json::to_writer(&mut *line, request).map_err(std::io::Error::from)?;
         line.push(b'\n');
         let mut stream = UnixStream::connect(socket).await?;
         stream.write_all(&line).await?;

@@ -19,7 +19,7 @@ pub mod hex_bytes {
     }
 }
 
-/// A data key on a socket of this host. Whoever serializes with it writes a bare key.
+/// A data key on a socket of this host. Its serialized form is the bare key.
 pub mod bare_key {
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -45,7 +45,7 @@ pub mod bare_key {
     }
 }
 
-/// A user's key on a socket of this host. Whoever serializes with it writes a bare key.
+/// A user's key on a socket of this host. Its serialized form is the bare key.
 pub mod bare_user_key {
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};

@@ -139,13 +139,19 @@ pub async fn wait_for_socket(volume: &str, socket: &Path, deadline_ms: u64) -> R
     }
 }
 
-/// Returns whether whoever listens on `socket` takes connections and says nothing, as a process that was
+/// Returns whether the listener of `socket` takes connections and says nothing, as a process that was
 /// stopped. A target greets each client at once; one that is away is no case of this.
 pub async fn is_frozen(socket: &Path, deadline: Duration) -> bool {
     let greeted = async {
-        let Ok(mut stream) = tokio::net::UnixStream::connect(socket).await else { return };
-        // The first byte is proof enough, and so is the end of the connection.
-        let _ = stream.read_u8().await;
+        match tokio::net::UnixStream::connect(socket).await {
+            // The first byte is proof enough, and so is the end of the connection.
+            Ok(mut stream) => drop(stream.read_u8().await),
+            // A full queue has a listener behind it, which takes no client from it.
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                std::future::pending().await
+            }
+            Err(_) => {}
+        }
     };
     tokio::time::timeout(deadline, greeted).await.is_err()
 }
@@ -163,6 +169,12 @@ mod tests {
         assert!(!is_frozen(&socket, short).await, "away");
         let listener = tokio::net::UnixListener::bind(&socket).unwrap();
         assert!(is_frozen(&socket, short).await);
+        let full = directory.path().join("full.sock");
+        let stopped = std::os::unix::net::UnixListener::bind(&full).unwrap();
+        rustix::net::listen(&stopped, 0).unwrap();
+        for look in 0..3 {
+            assert!(is_frozen(&full, short).await, "look {look}");
+        }
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
                 let _ = stream.write_all(b"NBDMAGIC").await;

@@ -30,7 +30,7 @@ pub enum Use {
 /// Returns the first user that is found, in words. Processes of this program are none: those that
 /// serve the device hold it by themselves.
 pub fn user_of(_: &DeviceThread, searched: Use) -> Option<String> {
-    let own_program = std::fs::read_link("/proc/self/exe").ok();
+    let own_program = program_of(Path::new("/proc/self"));
     let mut tables = BTreeSet::from([std::fs::read_link("/proc/self/ns/mnt").unwrap_or_default()]);
     for process in std::fs::read_dir("/proc").ok()?.flatten() {
         let is_process = process.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit);
@@ -38,7 +38,7 @@ pub fn user_of(_: &DeviceThread, searched: Use) -> Option<String> {
             continue;
         }
         let path = process.path();
-        let program = std::fs::read_link(path.join("exe")).ok();
+        let program = program_of(&path);
         let is_own = program.is_some() && program == own_program;
         // A thread of the kernel has no program, and no files.
         if !is_own && has_open(&path, searched) {
@@ -53,6 +53,13 @@ pub fn user_of(_: &DeviceThread, searched: Use) -> Option<String> {
         }
     }
     None
+}
+
+/// The path of a process's program. After an update the former one is deleted, and runs on.
+fn program_of(process: &Path) -> Option<PathBuf> {
+    let program = std::fs::read_link(process.join("exe")).ok()?;
+    let text = program.to_str()?;
+    Some(text.strip_suffix(" (deleted)").unwrap_or(text).into())
 }
 
 fn has_open(process: &Path, searched: Use) -> bool {

@@ -208,7 +208,7 @@ impl Control {
         let number = carried_out.begin();
         tokio::spawn(async move {
             for end in ends {
-                // A shard that ends serves nobody.
+                // A shard that ends serves no client.
                 let _ = end.await;
             }
             carried_out.end(number, digest);

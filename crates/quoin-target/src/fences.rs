@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use crate::standing::Holder;
 
-/// Blocks of addresses from which nobody is let in, and nodes that are not, by whatever address they come.
+/// Blocks of addresses whose clients are turned away, and nodes that are, by whatever address they come.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Fences(Arc<Inner>);
 

@@ -97,10 +97,14 @@ fn of_pool(pool: &Pool) -> Option<NotWell> {
 }
 
 fn of_node(node: &Node) -> Option<NotWell> {
-    (node.state != "Online").then(|| NotWell {
+    let is_fenced = !node.fenced_by.is_empty();
+    (node.state != "Online" || is_fenced).then(|| NotWell {
         name: node.name.clone(),
         state: node.state.clone(),
-        reason: String::new(),
+        reason: match is_fenced {
+            true => format!("it is fenced by block {}, and has no volume", node.fenced_by),
+            false => String::new(),
+        },
     })
 }
 

@@ -4,14 +4,13 @@
 //! prints what the page shows: roles and points follow a command by some seconds. The page says in comments of HTML
 //! when the first cluster is lost and when it is back.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use quoin_nbd::client::Client;
 
 use crate::common::dev::Dev;
-use crate::common::{Scratch, User, signal};
+use crate::common::{Scratch, User};
 use crate::mirrors;
 use crate::pages::{Shown, commands, run};
 use crate::support::block;
@@ -19,8 +18,7 @@ use crate::support::block;
 const FLAGS: [&str; 6] = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
 /// Silence counts after 30 s, and what was told before may be heard some seconds later.
 const BUDGET: Duration = Duration::from_secs(150);
-const LOST: [&str; 3] = ["controller", "target", "mirror"];
-/// Words of commands that change nothing.
+/// Words of commands that are repeated until they print what the page shows.
 const ASKING: [&str; 5] = ["status", "points", "peers", "list", "recover"];
 /// Name of a group on the page whose name is lost: a part of its id.
 const NAMELESS: &str = "group-2e647a6d";
@@ -59,7 +57,6 @@ impl Site {
 
     /// Follows what a comment of the page says.
     fn happens(&mut self, what: &str) {
-        let hold = |name: &str| self.dev.directory.join(format!("run/hold-{name}"));
         match what {
             "first is lost" => {
                 for volume in ["data", "log"] {
@@ -68,25 +65,22 @@ impl Site {
                     client.flush().unwrap();
                     self.clients.push(client);
                 }
-                LOST.iter().for_each(|name| std::fs::write(hold(name), "").unwrap());
-                let pids: BTreeMap<&str, i64> =
-                    LOST.iter().map(|name| (*name, self.dev.pid(name).unwrap())).collect();
-                pids.values().for_each(|pid| signal(pid, "KILL"));
+                mirrors::hold_all(&self.dev.directory, &mirrors::LOST, true);
             }
             "first is back" => {
-                LOST.iter().for_each(|name| std::fs::remove_file(hold(name)).unwrap());
+                mirrors::hold_all(&self.dev.directory, &mirrors::LOST, false);
                 self.clients.clear();
             }
             "second is lost" => {
-                LOST.iter().for_each(|name| mirrors::hold(&self.peer(), name, true));
+                mirrors::hold_all(&self.peer(), &mirrors::LOST, true);
             }
             "second loses its records" => {
                 let state = self.peer().join("controller");
-                mirrors::hold(&self.peer(), "controller", true);
+                mirrors::hold_all(&self.peer(), &["controller"], true);
                 std::fs::remove_file(state.join("records.redb")).unwrap();
                 let state = state.to_str().unwrap();
                 self.second.ok(&["controller", "init", "--state", state, "--records-lost"]);
-                mirrors::hold(&self.peer(), "controller", false);
+                mirrors::hold_all(&self.peer(), &["controller"], false);
             }
             other => panic!("the page says {other:?}, which nobody does"),
         }

@@ -55,18 +55,28 @@ impl Two {
     }
 }
 
+/// Processes without which a cluster is lost.
+pub const LOST: [&str; 3] = ["controller", "target", "mirror"];
+
 /// Ends a process of the cluster in this directory, or lets it start again.
-pub fn hold(directory: &Path, process: &str, is_held: bool) {
-    let hold = directory.join(format!("run/hold-{process}"));
+fn hold(directory: &Path, process: &str, is_held: bool) {
+    hold_all(directory, &[process], is_held);
+}
+
+/// Ends processes of the cluster in this directory together, or lets them start again.
+pub fn hold_all(directory: &Path, processes: &[&str], is_held: bool) {
+    let holds = processes.iter().map(|process| directory.join(format!("run/hold-{process}")));
     if !is_held {
-        return std::fs::remove_file(hold).unwrap();
+        return holds.for_each(|hold| std::fs::remove_file(hold).unwrap());
     }
-    std::fs::write(hold, "").unwrap();
+    holds.for_each(|hold| std::fs::write(hold, "").unwrap());
     let text = std::fs::read(directory.join("run/processes.json")).unwrap();
     let pids: BTreeMap<String, i64> = serde_json::from_slice(&text).unwrap();
-    signal(pids[process], "KILL");
-    let gone = format!("/proc/{}/fd", pids[process]);
-    crate::common::eventually("it is gone", || std::fs::read_dir(&gone).is_err().then_some(()));
+    processes.iter().for_each(|process| signal(pids[*process], "KILL"));
+    for process in processes {
+        let gone = format!("/proc/{}/fd", pids[*process]);
+        crate::common::eventually("it is gone", || std::fs::read_dir(&gone).is_err().then_some(()));
+    }
 }
 
 fn client(user: &User, volume: &str) -> Client {
@@ -632,6 +642,20 @@ fn a_live_primary_with_a_writer_is_taken_over_without_the_loss_of_an_acknowledge
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && said.contains("it continues by itself"), "{said}");
     assert!(said.contains("a point of first comes: it is at"), "{said}");
+    // The same command waits again, for what goes on.
+    let again = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["mirror", "promote", "db", "--force"])
+        .env("QUOIN_SOCKET", &second.admin_socket)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut again = again.unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(again.try_wait().unwrap().is_none(), "it waits");
+    signal(again.id(), "INT");
+    let output = again.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("it continues by itself"), "{said}");
     // Its controller dies, and no command asks again.
     hold(&two.of_second(), "controller", true);
     hold(&two.of_second(), "controller", false);

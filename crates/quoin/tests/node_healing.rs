@@ -32,6 +32,7 @@ struct Orchestrator {
 }
 
 /// A volume that is staged and published at `target`.
+#[derive(Clone)]
 struct Used {
     id: String,
     capability: VolumeCapability,
@@ -128,6 +129,15 @@ impl Orchestrator {
     }
 
     fn try_heal(&self, volume: &Used, key: Option<&str>) -> Result<NodeHealerResponse, Status> {
+        self.try_heal_by(&self.addons, volume, key)
+    }
+
+    fn try_heal_by(
+        &self,
+        socket: &Channel,
+        volume: &Used,
+        key: Option<&str>,
+    ) -> Result<NodeHealerResponse, Status> {
         let mut request = tonic::Request::new(NodeHealerRequest {
             volume_id: volume.id.clone(),
             volume_path: volume.target.clone(),
@@ -137,7 +147,7 @@ impl Orchestrator {
             ..Default::default()
         });
         request.set_timeout(Duration::from_secs(120));
-        let mut healer = HealerNodeClient::new(self.addons.clone());
+        let mut healer = HealerNodeClient::new(socket.clone());
         let began = Instant::now();
         let answer = self.runtime.block_on(healer.node_healer(request));
         let took = began.elapsed();
@@ -218,9 +228,9 @@ fn loop_devices(dev: &Dev, id: &str) -> Vec<PathBuf> {
 fn used_bytes(dev: &Dev) -> Vec<u64> {
     let pools = dev.json(&["pool", "list"]);
     let pools = pools.as_array().unwrap().iter();
-    let of_db = pools.filter_map(|pool| pool["usedBytes"].as_u64()).collect::<Vec<_>>();
-    assert!(!of_db.is_empty());
-    of_db
+    let bytes = pools.filter_map(|pool| pool["usedBytes"].as_u64()).collect::<Vec<_>>();
+    assert!(!bytes.is_empty());
+    bytes
 }
 
 fn mounts_at(path: &str) -> usize {
@@ -274,6 +284,8 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     };
     orchestrator.healed(&db, "well from the start");
     orchestrator.healed(&raw, "well from the start");
+    let by_csi = orchestrator.try_heal_by(&orchestrator.csi, &db, None).unwrap();
+    assert_eq!(by_csi, orchestrator.heal(&db), "both sockets say the same");
     let told = dev.json(&["volume", "heal", "db"]);
     assert_eq!(told["well"], true, "{told}");
 
@@ -410,7 +422,7 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     let told = orchestrator.healed(&db, "bound again without the controller");
     assert!(told.message.contains("controller does not answer"), "{told:?}");
     kept("without the controller");
-    let unknown = Used { id: "0".repeat(32), secrets: HashMap::new(), ..copy(&db) };
+    let unknown = Used { id: "0".repeat(32), secrets: HashMap::new(), ..db.clone() };
     let refused = orchestrator.try_heal(&unknown, None).unwrap_err();
     assert_eq!(refused.code(), tonic::Code::Unavailable, "{refused}");
     std::fs::remove_file(&hold).unwrap();
@@ -423,14 +435,4 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     }
     dev.stop();
     assert_nothing_is_left(&scratch.cluster());
-}
-
-fn copy(of: &Used) -> Used {
-    Used {
-        id: of.id.clone(),
-        capability: of.capability.clone(),
-        staging: of.staging.clone(),
-        target: of.target.clone(),
-        secrets: of.secrets.clone(),
-    }
 }

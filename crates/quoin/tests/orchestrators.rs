@@ -28,8 +28,9 @@ use quoin_nbd::client::{Address, Client, ClientOptions};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
+use crate::common::Scratch;
 use crate::common::dev::Dev;
-use crate::common::{Scratch, signal};
+use crate::mirrors::{LOST, hold_all};
 use crate::support::block;
 
 const BLOCK: u64 = 4096;
@@ -38,7 +39,6 @@ const VOLUME_BYTES: u64 = 32 << 20;
 const BUDGET: Duration = Duration::from_secs(150);
 /// Orchestrators ask again after a while.
 const AGAIN: Duration = Duration::from_millis(200);
-const LOST: [&str; 3] = ["controller", "target", "mirror"];
 
 /// Newest version of each block that was written and acknowledged.
 type Written = BTreeMap<u64, u64>;
@@ -431,22 +431,6 @@ fn wait_for_sync(side: &Side, source: &Option<ReplicationSource>) {
     }
 }
 
-/// Ends processes of the cluster in this directory, or lets them start again.
-fn hold(directory: &Path, is_held: bool) {
-    let file = |name: &str| directory.join(format!("run/hold-{name}"));
-    if !is_held {
-        return LOST.iter().for_each(|name| std::fs::remove_file(file(name)).unwrap());
-    }
-    let text = std::fs::read(directory.join("run/processes.json")).unwrap();
-    let pids: BTreeMap<String, i64> = serde_json::from_slice(&text).unwrap();
-    LOST.iter().for_each(|name| std::fs::write(file(name), "").unwrap());
-    LOST.iter().for_each(|name| signal(pids[*name], "KILL"));
-    for name in LOST {
-        let gone = format!("/proc/{}/fd", pids[name]);
-        crate::common::eventually("it is gone", || std::fs::read_dir(&gone).is_err().then_some(()));
-    }
-}
-
 /// Application over a group of two volumes and one volume alone.
 struct Application {
     a: String,
@@ -466,10 +450,9 @@ impl Application {
     }
 }
 
-/// Proves REPL-ENABLE-18, REPL-PROMOTE-20, REPL-PROMOTE-21, REPL-PROMOTE-22, REPL-PROMOTE-23, REPL-DEMOTE-19,
-/// REPL-RESYNC-12, REPL-RESYNC-21, REPL-INFO-09, REPL-INFO-22, REPL-DEST-07, REPL-DEST-09, REPL-COPY-01,
-/// REPL-COPY-02, REPL-COPY-05, REPL1-GENERAL-01, REPL1-DISABLE-01, REPL1-PROMOTE-01, REPL1-DEMOTE-01,
-/// REPL1-RESYNC-01.
+/// Proves REPL-ENABLE-18, REPL-PROMOTE-20, REPL-PROMOTE-22, REPL-PROMOTE-23, REPL-DEMOTE-19, REPL-RESYNC-12,
+/// REPL-INFO-09, REPL-INFO-22, REPL-DEST-09, REPL-COPY-01, REPL-COPY-02, REPL-COPY-05, REPL1-PROMOTE-01,
+/// ADDONS-GROUP-22.
 #[test]
 fn orchestrators_deploy_fail_over_clean_up_and_come_back_and_every_byte_is_there() {
     let scratch = Scratch::new("orchestrators");
@@ -622,7 +605,7 @@ fn fail_over(
         application.write(id, client, 500, 6);
     }
     let more = application.written.clone();
-    hold(&first.directory, true);
+    hold_all(&first.directory, &LOST, true);
     drop(clients);
     let refused = second.promote(&source, "refuse", true);
     assert!(matches!(code(&refused), Code::Aborted | Code::Unavailable), "{refused:?}");
@@ -660,7 +643,7 @@ fn old_side_comes_back(
     more: &BTreeMap<String, Written>,
 ) {
     let source = group(&application.group);
-    hold(&first.directory, false);
+    hold_all(&first.directory, &LOST, false);
     let ids = application.ids().map(str::to_owned);
     // Both are primary, and both say so. The one that was promoted has no sync of its own to tell of.
     let began = Instant::now();
@@ -744,7 +727,7 @@ fn delete_application(first: &Side, second: &Side, application: &Application) {
         first.close(id, here);
         assert_eq!(first.delete(id), Code::Ok);
     }
-    // The copies are orphans, which nobody deletes but a person or this cluster's own orchestrator.
+    // The copies are orphans, which only a person or this cluster's own orchestrator deletes.
     until("it is an orphan", Code::FailedPrecondition, || second.enable(&source, "refuse"));
     retried("PromoteVolume", || second.promote(&source, "refuse", false));
     for id in application.ids() {

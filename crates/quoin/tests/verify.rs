@@ -47,7 +47,7 @@ fn compare(dev: &Dev, what: &str) -> (Option<i32>, Value) {
     (output.status.code(), printed)
 }
 
-/// Copies that the pools replaced by another one's, whoever asked for it.
+/// Copies that the pools replaced by another one's, on any request.
 fn repaired(dev: &Dev) -> u64 {
     let of_pool = |pool: &Value| {
         let (name, http) = (pool["name"].as_str().unwrap(), pool["http"].as_str().unwrap());

@@ -27,9 +27,9 @@ pub struct Promised {
     pub is_silent: bool,
 }
 
-/// Number by which a list of texts is told from others; never 0.
+/// Digest of a list of texts, by which a change of it is noticed; never 0.
 pub fn digest<'a>(texts: impl IntoIterator<Item = &'a String>) -> u64 {
-    // FNV-1a: a change is to be noticed, and nobody gains by making two lists alike.
+    // The hash is FNV-1a: two lists that are made alike on purpose harm only their maker.
     let mut digest: u64 = 0xcbf2_9ce4_8422_2325;
     for byte in texts.into_iter().flat_map(|text| text.bytes().chain([b'\n'])) {
         digest = (digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
@@ -81,7 +81,7 @@ pub fn take_back(volume: &mut VolumeRecord, node: &str, term: Term) -> Result<()
     }
 }
 
-/// Returns true if sessions of a volume that is granted to nobody may still be closed in their time.
+/// Returns true if the volume is granted to no node, and its sessions may still be closed in their time.
 pub fn is_closing(volume: &VolumeRecord) -> bool {
     volume.opened.epoch != 0 && !volume.is_granted() && !volume.grants.fenced_at_once
 }
@@ -97,7 +97,7 @@ pub fn cut(volume: &mut VolumeRecord, term: Term) -> Result<(), Refusal> {
     }
 }
 
-/// The node that may be a volume's writer, by its last grant; `None`: nobody has opened it.
+/// The node that may be a volume's writer, by its last grant; `None`: no target has opened it.
 pub fn holder(volume: &VolumeRecord) -> Option<&str> {
     let named = Some(volume.grants.holder.as_str()).filter(|holder| !holder.is_empty());
     let holder = named.or(volume.opened.owner.as_deref());

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::records::{Concerned, Record};
 
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Default, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NodeRecord {
     pub name: String,
     pub address: String,

@@ -386,7 +386,9 @@ impl Reports {
             *node = NodeRecord { address, host_addresses, ..record.clone() };
             Ok(())
         };
-        self.state.nodes.update(&report.node, change).await?;
+        if let Some((node, ())) = self.state.nodes.update(&report.node, change).await? {
+            self.network_fences.node_has_addresses(&node).await?;
+        }
         self.agent_events(&report.events, &about, |volume| {
             let used = volume.attachments.iter().any(|a| a.node == report.node);
             let holds = volume.opened.owner.as_deref() == Some(report.node.as_str());

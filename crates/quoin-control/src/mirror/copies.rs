@@ -338,8 +338,13 @@ impl Mirrors {
         let members: Vec<Text<VolumeId>> =
             theirs.members.iter().map(|member| Text(member.volume)).collect();
         crate::volume::spec::check_name(&said.name)?;
-        let is_nameless = known.group_name == super::recovery::name_of(known.id.0);
-        let name = is_nameless.then(|| self.free_name(known.id.0, &said.name));
+        // A name that an orchestrator of this side gave stays.
+        let is_nameless = |group: &VolumeGroupRecord| {
+            group.claim.is_none() && group.group_name == super::recovery::name_of(known.id.0)
+        };
+        let group = self.state.mirrored.groups.get(&known.name());
+        let name = group.filter(|group| is_nameless(group));
+        let name = name.map(|_| self.free_name(known.id.0, &said.name));
         let change = |group: &mut VolumeGroupRecord| {
             group.members.clone_from(&members);
             group.group_name = name.clone().unwrap_or_else(|| group.group_name.clone());

@@ -102,9 +102,13 @@ impl VolumeGroups {
             };
         }
         let named = self.named(&name);
-        let claimed = match named.clone().filter(|group| group.claim.is_none()) {
+        let wanted = self.sorted(volumes)?;
+        let is_it = |group: &Arc<VolumeGroupRecord>| {
+            group.claim.is_none() && sorted(group.members.clone()) == wanted
+        };
+        let claimed = match named.clone().filter(is_it) {
             Some(group) => Some(group),
-            None => self.unclaimed_mirrored(volumes)?,
+            None => self.unclaimed_mirrored(&wanted),
         };
         if let Some(group) = claimed {
             let is_free = named.is_none_or(|other| other.id == group.id);
@@ -117,6 +121,12 @@ impl VolumeGroups {
             };
             let updated = self.state.mirrored.groups.update(&group.name(), change).await?;
             let (group, ()) = updated.ok_or_else(|| Error::missing("group", &group.group_name))?;
+            let change = |mirror: &mut MirrorRecord| {
+                mirror.group_name.clone_from(&group.group_name);
+                Ok(())
+            };
+            drop(self.state.mirrored.records.update(&group.name(), change).await?);
+            self.event(&group, "GroupClaimed", "an orchestrator made it its own".to_owned());
             return Ok(group);
         }
         if named.is_some() {
@@ -133,24 +143,22 @@ impl VolumeGroups {
     }
 
     /// The mirrored group of exactly these volumes that no orchestrator of this cluster has.
-    fn unclaimed_mirrored(
-        &self,
-        volumes: &[VolumeRef],
-    ) -> Result<Option<Arc<VolumeGroupRecord>>, Error> {
-        let mut wanted = Vec::new();
-        for reference in volumes.iter().take(MEMBERS_MAX + 1) {
-            wanted.push(self.state.volume(Some(reference))?.id);
-        }
-        wanted.sort();
-        let Some(first) = wanted.first() else { return Ok(None) };
+    fn unclaimed_mirrored(&self, wanted: &[Text<VolumeId>]) -> Option<Arc<VolumeGroupRecord>> {
+        let first = wanted.first()?;
         let groups = self.state.mirrored.groups.indexed(|index| index.of_volume(first.0));
         let is_it = |group: &Arc<VolumeGroupRecord>| {
-            let mut members = group.members.clone();
-            members.sort();
+            let members = sorted(group.members.clone());
             let role = self.state.mirrored.group(group.id.0).map(|mirror| mirror.role());
             members == wanted && group.claim.is_none() && role.is_some_and(|role| role != Role::Off)
         };
-        Ok(groups.into_iter().find(is_it))
+        groups.into_iter().find(is_it)
+    }
+
+    /// Ids of volumes, in their order.
+    fn sorted(&self, volumes: &[VolumeRef]) -> Result<Vec<Text<VolumeId>>, Error> {
+        let volumes = volumes.iter().take(MEMBERS_MAX + 1);
+        let ids = volumes.map(|reference| Ok(self.state.volume(Some(reference))?.id));
+        ids.collect::<Result<_, Error>>().map(sorted)
     }
 
     fn members(
@@ -285,11 +293,12 @@ impl VolumeGroups {
     async fn pass_on(&self, group: &VolumeGroupRecord) -> Result<(), Error> {
         let change = |mirror: &mut MirrorRecord| {
             let mut record = mirror.brain().clone();
-            if !record.role.is_primary() {
+            if !record.role.is_primary() && record.role != Role::Orphan {
                 return Ok(());
             }
             record.members.retain(|member| group.members.contains(&Text(member.volume)));
-            for volume in &group.members {
+            // An orphan follows no other side, so none joins it.
+            for volume in group.members.iter().filter(|_| record.role.is_primary()) {
                 if !record.members.iter().any(|member| member.volume == volume.0) {
                     record.members.push(Member { volume: volume.0, has_base: false });
                 }
@@ -356,6 +365,11 @@ impl VolumeGroups {
         let about = Object::new("group", group.id.0, &group.group_name);
         self.state.events.record(Severity::Normal, about, reason, message);
     }
+}
+
+fn sorted(mut members: Vec<Text<VolumeId>>) -> Vec<Text<VolumeId>> {
+    members.sort();
+    members
 }
 
 fn mirrored(group: &VolumeGroupRecord) -> Error {

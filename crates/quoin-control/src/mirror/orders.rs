@@ -224,7 +224,7 @@ impl Mirrors {
         let Some(point) = live.cutting else { return Ok(None) };
         let brain = record.brain();
         if !live.brain.is_cutting(point) {
-            // The brain has gone on: nobody waits for it, and the point may be made.
+            // The brain has gone on: its verdict counts no more, and the point may be made.
             self.points.give_up(Instant::now(), GroupId(point.0));
             self.points.forget(GroupId(point.0));
             live.cutting = None;
@@ -436,7 +436,7 @@ impl Mirrors {
             let order = self.state.mirrored.feed(id).filter(|order| order.token.is_empty());
             let ended = order.map(|order| Stamp { term: order.term, version: order.version });
             let now = Stamp { term: brain.term, version: record.version };
-            // Told once: the record goes on, and with it the stamp.
+            // The event is told once: the record goes on, and with it the stamp.
             let stamp = ended.filter(|ended| ended.term == now.term).unwrap_or(now);
             self.end_feed(id, stamp);
             let seen = observe::observe(&self.state, group, volume, (0, stamp));

@@ -2,10 +2,11 @@
 //!
 //! The time is that for which controllers that ran have seen it as an orphan, so no clock that jumps ends it early.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{VolumeGroupRef, VolumeRef};
-use quoin_cluster::records::{MirrorRecord, Record};
+use quoin_cluster::records::{MirrorRecord, Record, VolumeRecord};
 use tokio::time::Instant;
 
 use super::driver::Mirrors;
@@ -77,13 +78,17 @@ impl Mirrors {
         }
         let volumes = record.brain().members.iter();
         let volumes = volumes.filter_map(|m| self.state.volumes.get(&m.volume.to_string()));
-        let volumes: Vec<_> = volumes.collect();
+        // A volume that left the group is an ordinary one, and lives on.
+        let is_of_it = |volume: &Arc<VolumeRecord>| {
+            volume.mirror.as_ref().is_some_and(|mirror| mirror.group.0 == group)
+        };
+        let volumes: Vec<_> = volumes.filter(is_of_it).collect();
         // A volume that is used is wanted.
         let is_used = volumes.iter().any(|volume| !volume.attachments.is_empty());
         if !due.is_over || is_used {
             return Ok(());
         }
-        // First the group, as a volume of one is not deleted.
+        // The group goes first, as a volume of one is not deleted.
         if !record.is_volume {
             let named = VolumeGroupRef { id: group.to_string(), name: String::new() };
             super::groups::VolumeGroups::new(self.state.clone())

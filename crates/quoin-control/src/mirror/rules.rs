@@ -56,10 +56,18 @@ pub(crate) fn check_publish(state: &State, volume: &VolumeRecord) -> Result<(), 
 }
 
 /// # Errors
-/// It is a copy, which only the other side changes.
+/// It is a copy, which only the other side changes, also where the records of its mirror are lost; or an orphan, whose
+/// live view may be on its way back to its last point.
 pub(crate) fn check_change(state: &State, volume: &VolumeRecord) -> Result<(), Error> {
+    let is_kept_as_copy = volume.mirror.as_ref().is_some_and(|mirror| !mirror.is_primary);
     match role(state, volume) {
         Some(role) if role.is_copy() => Err(copy(volume, "change it there")),
+        None if is_kept_as_copy => Err(copy(volume, "change it there")),
+        Some(Role::Orphan) => Err(Error::Precondition(format!(
+            "volume {:?} is a copy whose mirror was ended: promote it first (`quoin mirror promote`), or \
+             clone it",
+            volume.spec.name
+        ))),
         _ => Ok(()),
     }
 }

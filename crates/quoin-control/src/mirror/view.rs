@@ -38,7 +38,10 @@ pub(crate) fn of_volume(state: &State, volume: &VolumeRecord) -> Option<api::Mir
         role: record.map(|record| role(record.role()).to_owned()).unwrap_or_default(),
         group_id: mirror.group.0.to_string(),
         group_name: record.map(|record| record.group_name.clone()).unwrap_or_default(),
-        released: record.is_some_and(|record| record.released.contains(&volume.id)),
+        released: record.is_some_and(|record| {
+            let is_copy = record.role().is_copy() || record.role() == Role::Orphan;
+            is_copy && record.released.contains(&volume.id)
+        }),
     })
 }
 

@@ -65,6 +65,8 @@ impl Failover {
         node: &str,
         why: &str,
     ) -> Result<Option<Arc<VolumeRecord>>, Error> {
+        // No fence is recorded between the choice of a node and the record of it.
+        let _fencing = self.state.joined.fencing.read().await;
         let next = {
             let after = self.state.settings.offline_after;
             let is_online = |node: &str| {

@@ -120,6 +120,8 @@ impl Tender {
             false => Next::Rest,
         };
         let owner = volume.opened.owner.as_deref();
+        // No fence is recorded between the choice of a node and the record of it.
+        let _fencing = self.state.joined.fencing.read().await;
         let node = match (owner, &work) {
             (None, None) => return Ok(next),
             (Some(_), None) => None,

@@ -22,7 +22,13 @@ impl State {
     /// Names the fence.
     pub(crate) fn check_not_fenced(&self, node: &str) -> Result<(), Error> {
         let fences = self.fences();
-        let Some(node) = self.nodes.get(node).filter(|_| !fences.is_empty()) else { return Ok(()) };
+        if fences.is_empty() {
+            return Ok(());
+        }
+        // A fence that names a node covers it also where its record is gone.
+        let known = self.nodes.get(node);
+        let unknown = || NodeRecord { name: node.to_owned(), ..NodeRecord::default() };
+        let node = known.map_or_else(unknown, |node| NodeRecord::clone(&node));
         Ok(network_fences::check_node(fences.iter().map(Arc::as_ref), &node)?)
     }
 
@@ -43,11 +49,15 @@ impl State {
         if fences.is_empty() {
             return None;
         }
-        let nodes: BTreeSet<String> =
-            fences.iter().flat_map(|fence| self.nodes_of_fence(fence)).collect();
+        // Nodes come into the record as soon as they report an address in it, and each change of it is told.
+        let nodes: BTreeSet<&String> = fences.iter().flat_map(|fence| &fence.nodes).collect();
         let blocks: Vec<String> = fences.iter().map(|fence| fence.block.0.to_string()).collect();
-        let nodes: Vec<String> = nodes.into_iter().collect();
-        let digest = network_fences::digest(blocks.iter().chain([&String::new()]).chain(&nodes));
+        let nodes: Vec<String> = nodes.into_iter().cloned().collect();
+        // A fence that was lifted and made again is another one: clients were let in between.
+        let since: Vec<String> = fences.iter().map(|fence| fence.since_ms.to_string()).collect();
+        let end = String::new();
+        let parts = blocks.iter().chain(&since).chain([&end]);
+        let digest = network_fences::digest(parts.chain(&nodes));
         Some(api::Fences { digest, blocks, nodes })
     }
 

@@ -33,7 +33,6 @@ impl KeySlots {
             return Err(Error::invalid("resourceVersion", rule));
         }
         let volume = self.state.volume(asked.volume.as_ref())?;
-        crate::mirror::rules::check_change(&self.state, &volume)?;
         let name = volume.spec.name.clone();
         let found = self.state.volumes.versioned(&volume.id.0.to_string());
         let (revision, volume) = found.ok_or_else(|| Error::missing("volume", &name))?;
@@ -42,6 +41,8 @@ impl KeySlots {
             return Err(changed(&name));
         }
         let change = |volume: &mut VolumeRecord| {
+            // It may have been demoted meanwhile.
+            crate::mirror::rules::check_change(&self.state, volume)?;
             let Some(present) = &volume.spec.encryption else {
                 return Err(Error::Precondition(format!(
                     "volume {name:?} is not encrypted; encryption is chosen when a volume is made"

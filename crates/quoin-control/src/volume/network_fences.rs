@@ -129,10 +129,10 @@ impl NetworkFences {
     /// Fences a node that has come to an address in a fenced block.
     pub(crate) async fn node_has_addresses(&self, node: &NodeRecord) -> Result<(), Error> {
         for fence in self.state.fences() {
-            if !fence.has_address_of(node) || fence.nodes.contains(&node.name) {
+            if !fence.covers(node) {
                 continue;
             }
-            {
+            if !fence.nodes.contains(&node.name) {
                 let _alone = self.state.joined.fencing.write().await;
                 let volumes = self.volumes_of(&[node.name.clone()].into());
                 let change = |fence: &mut FenceRecord| {
@@ -142,6 +142,7 @@ impl NetworkFences {
                 };
                 self.state.joined.fences.update(&Record::name(&*fence), change).await?;
             }
+            // At each report: a controller may have died before it was through.
             self.take_back(&[node.name.clone()].into()).await?;
         }
         Ok(())
@@ -252,7 +253,7 @@ impl NetworkFences {
         checked.map_err(Error::Busy)
     }
 
-    /// Checks that each target that may serve somebody over the network has turned the fenced clients
+    /// Checks that each target that may serve clients over the network has turned the fenced clients
     /// away.
     async fn others_turn_away(&self) -> Result<(), Error> {
         let digest = self.state.fences_digest();

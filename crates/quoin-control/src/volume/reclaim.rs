@@ -37,6 +37,8 @@ struct Order {
     replicas: BTreeMap<ReplicaGuid, (String, u64)>,
     /// Bytes after it, and since when that is known; `None`: it is under way.
     ended: Option<(u64, Instant)>,
+    /// True if a caller has heard the outcome: the next call is of an order of its own.
+    is_told: bool,
 }
 
 impl Order {
@@ -96,7 +98,7 @@ impl Reclaims {
         }
         self.state.check_term()?;
         let id = volume.id.0;
-        let begun = self.begin(&volume)?;
+        let (request, begun) = self.begin(&volume)?;
         if begun {
             self.tell_pools(&volume);
             let (reclaims, volume) = (self.clone(), volume.clone());
@@ -106,13 +108,14 @@ impl Reclaims {
         loop {
             {
                 let mut orders = self.orders();
-                let Some(order) = orders.get(&id) else {
+                let order = orders.get_mut(&id).filter(|order| order.request == request);
+                let Some(order) = order else {
                     let why = "the outcome was told to another caller: ask again";
                     return Err(Error::Aborted(why.to_owned()));
                 };
                 let before_bytes = order.before_bytes();
                 if let Some((bytes, _)) = order.ended {
-                    orders.remove(&id);
+                    order.is_told = true;
                     return Ok(api::ReclaimVolumeResponse { done: true, before_bytes, bytes });
                 }
                 if Instant::now() >= until {
@@ -124,8 +127,8 @@ impl Reclaims {
         }
     }
 
-    /// Begins an order, unless there is one. Returns true if it did.
-    fn begin(&self, volume: &VolumeRecord) -> Result<bool, Error> {
+    /// Returns the order that a call is of, and true if the call begins it.
+    fn begin(&self, volume: &VolumeRecord) -> Result<(u64, bool), Error> {
         let replicas: BTreeMap<_, _> = {
             let observed = self.state.observed();
             let after = self.state.settings.offline_after;
@@ -138,8 +141,8 @@ impl Reclaims {
         };
         let mut orders = self.orders();
         orders.retain(|_, order| order.ended.is_none_or(|(_, at)| at.elapsed() < KEPT_FOR));
-        if orders.contains_key(&volume.id.0) {
-            return Ok(false);
+        if let Some(order) = orders.get(&volume.id.0).filter(|order| !order.is_told) {
+            return Ok((order.request, false));
         }
         if orders.values().filter(|order| order.ended.is_none()).count() >= UNDER_WAY_MAX {
             return Err(Error::Exhausted(format!(
@@ -153,9 +156,9 @@ impl Reclaims {
         }
         // Pools tell orders from each other by it, also over restarts of the controller; 0 is none.
         let request = (random_id() as u64).max(1);
-        let order = Order { request, began: Instant::now(), replicas, ended: None };
+        let order = Order { request, began: Instant::now(), replicas, ended: None, is_told: false };
         orders.insert(volume.id.0, order);
-        Ok(true)
+        Ok((request, true))
     }
 
     fn tell_pools(&self, volume: &VolumeRecord) {

@@ -1,7 +1,7 @@
 //! Fences of networks: nodes in a block of addresses, and clients that come from it, write no volume any more.
 //!
 //! The controller's calls are of the control plane, which answers once a fence holds. The node's call
-//! names the addresses of that node alone, for whoever may have to fence it later.
+//! names the addresses of that node alone, by which it can be fenced later.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -15,24 +15,16 @@ use quoin_api::csi_addons::fence::{
 };
 use tonic::{Request, Response, Status};
 
-use crate::addons::NODE_ONLY;
-use crate::node::CONTROLLER_ONLY;
-use crate::refusal::{invalid, missing, no_address, not_served};
+use crate::refusal::{invalid, missing, no_address, no_answer_in_time};
 use crate::{Plugin, addons};
 
 /// Most blocks of one call.
 const BLOCKS_MAX: usize = 1024;
 /// Longest text of a block.
-const BLOCK_BYTES_MAX: usize = 64;
+const BLOCK_BYTES_MAX: usize = 48;
 
 /// Serves fences: three calls in the modes that have the controller, and one in those with the node.
 pub(crate) struct FenceService(pub Plugin);
-
-impl FenceService {
-    fn controller(&self, rpc: &'static str) -> Result<(), Status> {
-        if self.0.mode().controller { Ok(()) } else { Err(not_served(rpc, NODE_ONLY)) }
-    }
-}
 
 /// Returns the blocks of a request, which the control plane reads.
 fn blocks(cidrs: Vec<Cidr>) -> Result<Vec<String>, Status> {
@@ -70,11 +62,6 @@ fn addresses(name: &str, here: &[String], nodes: &[api::Node]) -> Vec<String> {
     let reported = own.iter().flat_map(|node| node.host_addresses.iter()).filter_map(read);
     let all = reported.chain(here.iter().filter_map(read)).filter(|ip| !others.contains(ip));
     let named: BTreeSet<IpAddr> = all.chain(by).filter(|ip| !ip.is_loopback()).collect();
-    let named = match named.is_empty() {
-        // Better one that others have too than none.
-        true => here.iter().filter_map(read).collect(),
-        false => named,
-    };
     named.into_iter().map(block_of).collect()
 }
 
@@ -84,11 +71,10 @@ impl FenceController for FenceService {
         &self,
         request: Request<FenceClusterNetworkRequest>,
     ) -> Result<Response<FenceClusterNetworkResponse>, Status> {
-        self.controller("FenceClusterNetwork")?;
+        let backend = self.0.served_by_controller("FenceClusterNetwork")?;
         let mut request = request.into_inner();
         let _secrets = self.0.admit("FenceClusterNetwork", &mut request.secrets)?;
         let blocks = blocks(request.cidrs)?;
-        let backend = self.0.backend().clone();
         addons::run("FenceClusterNetwork", async move {
             backend.add_fences(blocks).await?;
             Ok(Response::new(FenceClusterNetworkResponse {}))
@@ -100,11 +86,10 @@ impl FenceController for FenceService {
         &self,
         request: Request<UnfenceClusterNetworkRequest>,
     ) -> Result<Response<UnfenceClusterNetworkResponse>, Status> {
-        self.controller("UnfenceClusterNetwork")?;
+        let backend = self.0.served_by_controller("UnfenceClusterNetwork")?;
         let mut request = request.into_inner();
         let _secrets = self.0.admit("UnfenceClusterNetwork", &mut request.secrets)?;
         let blocks = blocks(request.cidrs)?;
-        let backend = self.0.backend().clone();
         addons::run("UnfenceClusterNetwork", async move {
             backend.remove_fences(blocks).await?;
             Ok(Response::new(UnfenceClusterNetworkResponse {}))
@@ -116,32 +101,37 @@ impl FenceController for FenceService {
         &self,
         request: Request<ListClusterFenceRequest>,
     ) -> Result<Response<ListClusterFenceResponse>, Status> {
-        self.controller("ListClusterFence")?;
+        let backend = self.0.served_by_controller("ListClusterFence")?;
         let mut request = request.into_inner();
         let _secrets = self.0.admit("ListClusterFence", &mut request.secrets)?;
-        let fences = self.0.backend().fences().await?;
-        let cidrs = cidrs(fences.into_iter().map(|fence| fence.block));
-        Ok(Response::new(ListClusterFenceResponse { cidrs }))
+        addons::run("ListClusterFence", async move {
+            let fences = backend.fences().await?;
+            let cidrs = cidrs(fences.into_iter().map(|fence| fence.block));
+            Ok(Response::new(ListClusterFenceResponse { cidrs }))
+        })
+        .await
     }
 
     async fn get_fence_clients(
         &self,
         request: Request<GetFenceClientsRequest>,
     ) -> Result<Response<GetFenceClientsResponse>, Status> {
-        let Some(node) = self.0.node() else {
-            return Err(not_served("GetFenceClients", CONTROLLER_ONLY));
-        };
+        let (backend, node) = self.0.served_by_node("GetFenceClients")?;
         let mut request = request.into_inner();
         let _secrets = self.0.admit("GetFenceClients", &mut request.secrets)?;
-        // The host's own addresses are known without the controller.
-        let nodes = self.0.backend().nodes().await.unwrap_or_default();
-        let blocks = addresses(&node.name, &quoin_node::host_addresses(), &nodes);
-        if blocks.is_empty() {
-            return Err(no_address(&node.name));
-        }
-        let addresses = cidrs(blocks);
-        let client = ClientDetails { id: node.name.clone(), addresses };
-        Ok(Response::new(GetFenceClientsResponse { clients: vec![client] }))
+        let id = node.name.clone();
+        addons::run("GetFenceClients", async move {
+            // Without the others' addresses it is not known which name this node alone.
+            let nodes = tokio::time::timeout(addons::CONTROLLER_MAX, backend.nodes()).await;
+            let nodes = nodes.unwrap_or_else(|_| Err(no_answer_in_time(addons::CONTROLLER_MAX)))?;
+            let blocks = addresses(&id, &quoin_node::host_addresses(), &nodes);
+            if blocks.is_empty() {
+                return Err(no_address(&id));
+            }
+            let client = ClientDetails { id, addresses: cidrs(blocks) };
+            Ok(Response::new(GetFenceClientsResponse { clients: vec![client] }))
+        })
+        .await
     }
 }
 
@@ -170,9 +160,8 @@ mod tests {
         let beside = node("h2", "192.0.2.1", &["192.0.2.1", "172.17.0.1", "fd00::1"]);
         let on_one_host = node("h1", "192.0.2.1", &["192.0.2.1"]);
         assert_eq!(named(&[on_one_host, beside.clone()]), ["192.0.2.1/32"]);
-        // Without the controller the host has all that it has.
-        assert_eq!(named(&[]), ["172.17.0.1/32", "192.0.2.1/32", "fd00::1/128"]);
+        // A fence of what others have too would cover them.
         let unknown = node("h1", "127.0.0.1:7402", &[]);
-        assert_eq!(named(&[unknown, beside]).len(), 3, "never none");
+        assert!(named(&[unknown, beside]).is_empty());
     }
 }

@@ -4,8 +4,6 @@
 //! answer says what is wrong, why it is not healed and the way out. Judgement and healing are the node
 //! library's; the replicas are the controller's to judge, and its conditions are in the answer too.
 
-use std::time::Duration;
-
 use quoin_api::control as api;
 use quoin_api::csi_addons::healer::healer_node_server::HealerNode;
 use quoin_api::csi_addons::healer::{NodeHealerRequest, NodeHealerResponse};
@@ -13,13 +11,8 @@ use quoin_node::{HealRequest, Healed};
 use tonic::{Request, Response, Status};
 
 use crate::capability::{Capability, CapabilityError};
-use crate::refusal::{
-    from_node, invalid, no_answer_in_time, no_volume, not_at_any_path, not_judged, not_served,
-};
+use crate::refusal::{from_node, invalid, not_at_any_path};
 use crate::{Plugin, addons, context, encryption, health, limits};
-
-/// Longest wait for the controller's word of a volume: a call ends within 45 s, and healing has 30.
-const CONTROLLER_MAX: Duration = Duration::from_secs(5);
 
 /// Serves the healer in the modes that have the node.
 pub(crate) struct HealerService(pub Plugin);
@@ -30,9 +23,7 @@ impl HealerNode for HealerService {
         &self,
         request: Request<NodeHealerRequest>,
     ) -> Result<Response<NodeHealerResponse>, Status> {
-        let Some(node) = self.0.node() else {
-            return Err(not_served("NodeHealer", crate::node::CONTROLLER_ONLY));
-        };
+        let (backend, node) = self.0.served_by_node("NodeHealer")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         let path = limits::path("volume_path", &request.volume_path)?;
@@ -44,25 +35,11 @@ impl HealerNode for HealerService {
         let secrets = self.0.admit("NodeHealer", &mut request.secrets)?;
         limits::map("volume_context", &request.volume_context)?;
         let held = self.0.begin_on_node(&request.volume_id).await?;
-        let backend = self.0.backend().clone();
         let (host, name) = (node.host.clone(), node.name.clone());
         addons::run("NodeHealer", async move {
             let _held = held;
             let volume_id = request.volume_id;
-            let asked = tokio::time::timeout(CONTROLLER_MAX, backend.find_volume(&volume_id)).await;
-            let asked = asked.unwrap_or_else(|_| Err(no_answer_in_time(CONTROLLER_MAX)));
-            let volume = match asked {
-                Ok(Some(volume)) => Some(volume),
-                Ok(None) => return Err(no_volume(&volume_id)),
-                Err(status) => {
-                    let is_here = host.has_record(&volume_id).map_err(|error| from_node(&error))?;
-                    if !is_here {
-                        let what = format!("volume {volume_id}, of which nothing is here,");
-                        return Err(not_judged(&what, status.message()));
-                    }
-                    None
-                }
-            };
+            let volume = addons::known(&backend, &host, &volume_id).await?;
             let mut key = None;
             if let Some(volume) = &volume {
                 context::compare(&request.volume_context, &context::of_volume(volume))

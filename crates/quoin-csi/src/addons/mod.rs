@@ -16,7 +16,10 @@ mod volume_group;
 
 use std::convert::Infallible;
 use std::future::Future;
+use std::time::Duration;
 
+use quoin_api::control as api;
+use quoin_api::csi_addons;
 use quoin_api::csi_addons::encryptionkeyrotation::encryption_key_rotation_controller_server::EncryptionKeyRotationControllerServer;
 use quoin_api::csi_addons::fence::fence_controller_server::FenceControllerServer;
 use quoin_api::csi_addons::healer::healer_node_server::HealerNodeServer;
@@ -29,10 +32,11 @@ use quoin_api::csi_addons::reclaimspace::reclaim_space_controller_server::Reclai
 use quoin_api::csi_addons::reclaimspace::reclaim_space_node_server::ReclaimSpaceNodeServer;
 use quoin_api::csi_addons::replication::controller_server::ControllerServer as ReplicationServer;
 use quoin_api::csi_addons::volumegroup::controller_server::ControllerServer as VolumeGroupServer;
-use tonic::Status;
+use quoin_node::NodeHost;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tonic::service::Routes;
+use tonic::{Code, Status};
 use tower::Service;
 
 use fence::FenceService;
@@ -44,24 +48,13 @@ use replication::ReplicationService;
 use rotation::RotationService;
 use volume_group::VolumeGroupService;
 
+use crate::backend::Backend;
 use crate::in_flight::run_to_completion;
 use crate::plugin::Mode;
 use crate::{Plugin, refusal};
 
-/// The packages of the interface.
-const PACKAGES: &[&str] = &[
-    "encryptionkeyrotation",
-    "fence",
-    "healer",
-    "identity",
-    "reclaimspace",
-    "replication",
-    "volumegroup",
-];
-
-/// Reason for which a process without the controller serves none of its calls.
-pub(crate) const NODE_ONLY: &str = "this process runs in node mode: the call is for one with `--mode \
-     controller` or `all`";
+/// Longest wait of a node's call for the controller's word of a volume: a heal ends within 45 s, and 30 are its own.
+const CONTROLLER_MAX: Duration = Duration::from_secs(5);
 
 /// Side of a driver that a service belongs to.
 #[derive(Clone, Copy)]
@@ -176,7 +169,30 @@ impl Services {
 /// Returns whether the path of a call is one of CSI-Addons.
 pub(crate) fn has(path: &str) -> bool {
     let package = path.strip_prefix('/').and_then(|path| path.split_once('.'));
-    package.is_some_and(|(package, _)| PACKAGES.contains(&package))
+    package.is_some_and(|(package, _)| csi_addons::PACKAGES.contains(&package))
+}
+
+/// Returns a volume that the controller knows; `None`: it does not answer, and this host has a record of the volume.
+///
+/// # Errors
+/// 5 for a volume that does not exist, 14 where that cannot be told.
+async fn known(
+    backend: &Backend,
+    host: &NodeHost,
+    volume_id: &str,
+) -> Result<Option<api::Volume>, Status> {
+    let asked = tokio::time::timeout(CONTROLLER_MAX, backend.find_volume(volume_id)).await;
+    match asked.unwrap_or_else(|_| Err(refusal::no_answer_in_time(CONTROLLER_MAX))) {
+        Ok(Some(volume)) => Ok(Some(volume)),
+        Ok(None) => Err(refusal::no_volume(volume_id)),
+        Err(away) if matches!(away.code(), Code::Unavailable | Code::DeadlineExceeded) => {
+            match host.has_record(volume_id).map_err(|error| refusal::from_node(&error))? {
+                true => Ok(None),
+                false => Err(refusal::not_known(volume_id, away.message())),
+            }
+        }
+        Err(status) => Err(status),
+    }
 }
 
 /// Runs a call to its end, as [`run_to_completion`] does. A failure that fits no row of the

@@ -8,12 +8,12 @@ use quoin_api::csi_addons::reclaimspace::{
 };
 use tonic::{Request, Response, Status};
 
-use crate::addons::NODE_ONLY;
-use crate::refusal::not_served;
-use crate::{Plugin, addons, limits};
+use crate::{Plugin, addons, limits, refusal};
 
 /// Longest wait of one call to the control plane.
 const STEP: Duration = Duration::from_secs(20);
+/// Steps of a call: it ends within two minutes, also where its caller is gone.
+const STEPS_MAX: usize = 6;
 
 /// Serves the call in the modes that have the controller.
 pub(crate) struct ReclaimService(pub Plugin);
@@ -28,20 +28,17 @@ impl ReclaimSpaceController for ReclaimService {
         &self,
         request: Request<ControllerReclaimSpaceRequest>,
     ) -> Result<Response<ControllerReclaimSpaceResponse>, Status> {
-        if !self.0.mode().controller {
-            return Err(not_served("ControllerReclaimSpace", NODE_ONLY));
-        }
+        let backend = self.0.served_by_controller("ControllerReclaimSpace")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         // A volume's context comes as parameters, and nothing of it is needed.
         let _secrets = self.0.admit("ControllerReclaimSpace", &mut request.secrets)?;
         let held = self.0.begin("reclaimed volume", &request.volume_id).await?;
-        let backend = self.0.backend().clone();
         addons::run("ControllerReclaimSpace", async move {
             let _held = held;
             let volume = backend.volume(&request.volume_id).await?;
-            // The work goes on where the caller's time is over, and a repeat tells how it ended.
-            loop {
+            // The work goes on where the time of the call is over, and a repeat tells how it ended.
+            for _ in 0..STEPS_MAX {
                 let told = backend.reclaim_volume(&volume.id, STEP).await?;
                 if told.done {
                     return Ok(Response::new(ControllerReclaimSpaceResponse {
@@ -50,6 +47,7 @@ impl ReclaimSpaceController for ReclaimService {
                     }));
                 }
             }
+            Err(refusal::still_reclaimed(&volume.id))
         })
         .await
     }

@@ -12,9 +12,8 @@ use quoin_api::csi_addons::encryptionkeyrotation::{
 use tonic::{Code, Request, Response, Status};
 use zeroize::Zeroizing;
 
-use crate::node::CONTROLLER_ONLY;
-use crate::refusal::{not_served, precondition};
-use crate::{Plugin, addons, encryption, limits};
+use crate::refusal::precondition;
+use crate::{Plugin, addons, encryption, health, limits};
 
 /// Attempts where the record of the volume changes meanwhile.
 const TRIES_MAX: u32 = 5;
@@ -28,9 +27,7 @@ impl EncryptionKeyRotationController for RotationService {
         &self,
         request: Request<EncryptionKeyRotateRequest>,
     ) -> Result<Response<EncryptionKeyRotateResponse>, Status> {
-        let Some(node) = self.0.node() else {
-            return Err(not_served("EncryptionKeyRotate", CONTROLLER_ONLY));
-        };
+        let (backend, node) = self.0.served_by_node("EncryptionKeyRotate")?;
         let mut request = request.into_inner();
         let given = Zeroizing::new(std::mem::take(&mut request.encryption_key));
         limits::required("volume_id", &request.volume_id)?;
@@ -38,7 +35,6 @@ impl EncryptionKeyRotationController for RotationService {
         limits::optional_path("volume_path", &request.volume_path)?;
         let secrets = self.0.admit("EncryptionKeyRotate", &mut request.secrets)?;
         let held = self.0.begin_on_node(&request.volume_id).await?;
-        let backend = self.0.backend().clone();
         let host = node.host.clone();
         addons::run("EncryptionKeyRotate", async move {
             let _held = held;
@@ -69,13 +65,12 @@ fn check(volume: &api::Volume) -> Result<(), Status> {
             volume.id
         )));
     }
-    let role = volume.mirror.as_ref().map(|mirror| mirror.role.as_str()).unwrap_or_default();
-    match role {
-        "secondary" | "diverged" | "resyncing" => Err(precondition(format_args!(
-            "volume {:?} is a copy of a volume of another cluster: its key is rotated there, and comes \
-             with the next exchange",
+    match health::copy_role(volume) {
+        Some(role) => Err(precondition(format_args!(
+            "volume {:?} is {role}, a copy of a volume of another cluster: its key is rotated there, and \
+             comes with the next exchange",
             volume.id
         ))),
-        _ => Ok(()),
+        None => Ok(()),
     }
 }

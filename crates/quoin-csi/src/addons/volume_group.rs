@@ -13,7 +13,7 @@ use tonic::{Code, Request, Response, Status};
 use super::replication::class_of_group;
 use crate::backend::{Backend, is_id};
 use crate::controller::volume;
-use crate::refusal::{invalid, no_volume, not_served};
+use crate::refusal::{invalid, no_volume};
 use crate::{Plugin, addons, limits};
 
 /// Groups from whose count on all volumes are listed at once, not one after the other.
@@ -33,16 +33,6 @@ pub(super) fn capabilities() -> [Capability; 6] {
         Can::ListVolumeGroups,
     ]
     .map(|can| Capability::VolumeGroup(Told { r#type: can.into() }))
-}
-
-impl VolumeGroupService {
-    /// The mode is checked before anything else.
-    fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
-        if !self.0.mode().controller {
-            return Err(not_served(rpc, "this process runs in node mode"));
-        }
-        Ok(self.0.backend().clone())
-    }
 }
 
 /// Reads a list of members, whose order and repetitions mean nothing. The first one of unknown form is unknown.
@@ -103,7 +93,7 @@ impl Controller for VolumeGroupService {
         request: Request<CreateVolumeGroupRequest>,
     ) -> Result<Response<CreateVolumeGroupResponse>, Status> {
         const RPC: &str = "CreateVolumeGroup";
-        let backend = self.served(RPC)?;
+        let backend = self.0.served_by_controller(RPC)?;
         let mut request = request.into_inner();
         limits::name("name", &request.name)?;
         self.0.admit(RPC, &mut request.secrets)?;
@@ -126,7 +116,7 @@ impl Controller for VolumeGroupService {
         request: Request<ModifyVolumeGroupMembershipRequest>,
     ) -> Result<Response<ModifyVolumeGroupMembershipResponse>, Status> {
         const RPC: &str = "ModifyVolumeGroupMembership";
-        let backend = self.served(RPC)?;
+        let backend = self.0.served_by_controller(RPC)?;
         let mut request = request.into_inner();
         limits::required("volume_group_id", &request.volume_group_id)?;
         self.0.admit(RPC, &mut request.secrets)?;
@@ -155,7 +145,7 @@ impl Controller for VolumeGroupService {
         request: Request<DeleteVolumeGroupRequest>,
     ) -> Result<Response<DeleteVolumeGroupResponse>, Status> {
         const RPC: &str = "DeleteVolumeGroup";
-        let backend = self.served(RPC)?;
+        let backend = self.0.served_by_controller(RPC)?;
         let mut request = request.into_inner();
         limits::required("volume_group_id", &request.volume_group_id)?;
         self.0.admit(RPC, &mut request.secrets)?;
@@ -173,7 +163,7 @@ impl Controller for VolumeGroupService {
         request: Request<ListVolumeGroupsRequest>,
     ) -> Result<Response<ListVolumeGroupsResponse>, Status> {
         const RPC: &str = "ListVolumeGroups";
-        let backend = self.served(RPC)?;
+        let backend = self.0.served_by_controller(RPC)?;
         let mut request = request.into_inner();
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
@@ -194,7 +184,7 @@ impl Controller for VolumeGroupService {
         request: Request<ControllerGetVolumeGroupRequest>,
     ) -> Result<Response<ControllerGetVolumeGroupResponse>, Status> {
         const RPC: &str = "ControllerGetVolumeGroup";
-        let backend = self.served(RPC)?;
+        let backend = self.0.served_by_controller(RPC)?;
         let mut request = request.into_inner();
         limits::required("volume_group_id", &request.volume_group_id)?;
         self.0.admit(RPC, &mut request.secrets)?;

@@ -135,6 +135,7 @@ impl Backend {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<api::VolumeGroup>, String), Status> {
+        let is_first = starting_token.is_empty();
         let wanted = api::ListVolumeGroupsRequest {
             max_entries,
             starting_token: starting_token.to_owned(),
@@ -143,7 +144,7 @@ impl Backend {
         let answer = self.client.clone().list_volume_groups(request(wanted)).await;
         let page = answer
             .map_err(|status| match status.code() {
-                Code::Aborted => refusal::bad_token(),
+                Code::Aborted if !is_first => refusal::bad_token(),
                 _ => from_control(&status),
             })?
             .into_inner();

@@ -19,7 +19,7 @@ use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::edition::Edition;
 use crate::in_flight::run_to_completion;
-use crate::refusal::{self, invalid, missing, not_served, out_of_range};
+use crate::refusal::{self, invalid, missing, out_of_range};
 use crate::{Plugin, context, encryption, health, limits, parameters, topology};
 
 /// Serves Controller in the modes that have it.
@@ -48,17 +48,9 @@ const CAPABILITIES: &[(Edition, rpc::Type)] = &[
 ];
 
 impl ControllerService {
-    /// The mode is checked before anything else.
-    fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
-        if !self.0.mode().controller {
-            return Err(not_served(rpc, "this process runs in node mode"));
-        }
-        Ok(self.0.backend().clone())
-    }
-
-    /// As [`Self::served`], of a call that came with a later edition.
+    /// As [`Plugin::served_by_controller`], of a call that came with a later edition.
     fn served_since(&self, rpc: &'static str, since: Edition) -> Result<Backend, Status> {
-        let backend = self.served(rpc)?;
+        let backend = self.0.served_by_controller(rpc)?;
         self.0.serves_since(rpc, since)?;
         Ok(backend)
     }
@@ -70,7 +62,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<CreateVolumeRequest>,
     ) -> Result<Response<CreateVolumeResponse>, Status> {
-        let backend = self.served("CreateVolume")?;
+        let backend = self.0.served_by_controller("CreateVolume")?;
         let mut request = request.into_inner();
         limits::name("name", &request.name)?;
         let secrets = self.0.admit("CreateVolume", &mut request.secrets)?;
@@ -123,7 +115,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<DeleteVolumeRequest>,
     ) -> Result<Response<DeleteVolumeResponse>, Status> {
-        let backend = self.served("DeleteVolume")?;
+        let backend = self.0.served_by_controller("DeleteVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("DeleteVolume", &mut request.secrets)?;
@@ -140,7 +132,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerPublishVolumeRequest>,
     ) -> Result<Response<ControllerPublishVolumeResponse>, Status> {
-        let backend = self.served("ControllerPublishVolume")?;
+        let backend = self.0.served_by_controller("ControllerPublishVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         if request.node_id.is_empty() {
@@ -180,7 +172,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<ControllerUnpublishVolumeResponse>, Status> {
-        let backend = self.served("ControllerUnpublishVolume")?;
+        let backend = self.0.served_by_controller("ControllerUnpublishVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         limits::node_id("node_id", &request.node_id)?;
@@ -198,7 +190,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ValidateVolumeCapabilitiesRequest>,
     ) -> Result<Response<ValidateVolumeCapabilitiesResponse>, Status> {
-        let backend = self.served("ValidateVolumeCapabilities")?;
+        let backend = self.0.served_by_controller("ValidateVolumeCapabilities")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("ValidateVolumeCapabilities", &mut request.secrets)?;
@@ -249,7 +241,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ListVolumesRequest>,
     ) -> Result<Response<ListVolumesResponse>, Status> {
-        let backend = self.served("ListVolumes")?;
+        let backend = self.0.served_by_controller("ListVolumes")?;
         let request = request.into_inner();
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
@@ -275,7 +267,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<GetCapacityRequest>,
     ) -> Result<Response<GetCapacityResponse>, Status> {
-        let backend = self.served("GetCapacity")?;
+        let backend = self.0.served_by_controller("GetCapacity")?;
         let request = request.into_inner();
         limits::map("parameters", &request.parameters)?;
         let mut spec = parameters::read(&request.parameters)?;
@@ -307,7 +299,7 @@ impl Controller for ControllerService {
         &self,
         _: Request<ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<ControllerGetCapabilitiesResponse>, Status> {
-        self.served("ControllerGetCapabilities")?;
+        self.0.served_by_controller("ControllerGetCapabilities")?;
         let capability = |kind: rpc::Type| ControllerServiceCapability {
             r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
         };
@@ -319,7 +311,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerExpandVolumeRequest>,
     ) -> Result<Response<ControllerExpandVolumeResponse>, Status> {
-        let backend = self.served("ControllerExpandVolume")?;
+        let backend = self.0.served_by_controller("ControllerExpandVolume")?;
         let mut request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("ControllerExpandVolume", &mut request.secrets)?;
@@ -363,7 +355,7 @@ impl Controller for ControllerService {
         &self,
         request: Request<ControllerGetVolumeRequest>,
     ) -> Result<Response<ControllerGetVolumeResponse>, Status> {
-        let backend = self.served("ControllerGetVolume")?;
+        let backend = self.0.served_by_controller("ControllerGetVolume")?;
         let request = request.into_inner();
         limits::required("volume_id", &request.volume_id)?;
         run_to_completion("ControllerGetVolume", async move {
@@ -434,7 +426,8 @@ impl Controller for ControllerService {
         run_to_completion("ControllerListVolumeHealth", async move {
             let page = backend.list_ill_volumes(max_entries, &request.starting_token).await?;
             let (volumes, next_token) = page;
-            let entries = volumes.iter().map(health::of_controller).collect::<Result<_, _>>()?;
+            let listed = volumes.iter().filter(is_listed);
+            let entries = listed.map(health::of_controller).collect::<Result<_, _>>()?;
             Ok(Response::new(ControllerListVolumeHealthResponse { entries, next_token }))
         })
         .await
@@ -456,7 +449,7 @@ impl Controller for ControllerService {
     }
 }
 
-/// Returns false for a copy that was deleted here: it belongs to its mirror and stays, and nobody here counts on it.
+/// Returns false for a copy that was deleted here: it belongs to its mirror and stays, and this side does not count it.
 fn is_listed(volume: &&api::Volume) -> bool {
     !volume.mirror.as_ref().is_some_and(|mirror| mirror.released)
 }

@@ -19,7 +19,7 @@ impl ControllerService {
         &self,
         mut request: CreateSnapshotRequest,
     ) -> Result<Response<CreateSnapshotResponse>, Status> {
-        let backend = self.served("CreateSnapshot")?;
+        let backend = self.0.served_by_controller("CreateSnapshot")?;
         limits::required("source_volume_id", &request.source_volume_id)?;
         limits::name("name", &request.name)?;
         self.0.admit("CreateSnapshot", &mut request.secrets)?;
@@ -49,7 +49,7 @@ impl ControllerService {
         &self,
         mut request: DeleteSnapshotRequest,
     ) -> Result<Response<DeleteSnapshotResponse>, Status> {
-        let backend = self.served("DeleteSnapshot")?;
+        let backend = self.0.served_by_controller("DeleteSnapshot")?;
         limits::required("snapshot_id", &request.snapshot_id)?;
         self.0.admit("DeleteSnapshot", &mut request.secrets)?;
         let held = self.0.begin("snapshot", &request.snapshot_id).await?;
@@ -65,7 +65,7 @@ impl ControllerService {
         &self,
         mut request: ListSnapshotsRequest,
     ) -> Result<Response<ListSnapshotsResponse>, Status> {
-        let backend = self.served("ListSnapshots")?;
+        let backend = self.0.served_by_controller("ListSnapshots")?;
         let max_entries = u32::try_from(request.max_entries)
             .map_err(|_| invalid("max_entries", "is negative"))?;
         limits::optional("starting_token", &request.starting_token)?;

@@ -246,7 +246,7 @@ async fn carry(
                     PeerContact { cluster_id: PEER.to_string(), heard_ms, ..Default::default() };
                 MirrorReport {
                     mirror: "mirror-a".into(),
-                    // Nobody listens there.
+                    // The address has no listener.
                     address: "127.0.0.1:1".into(),
                     node: node.clone(),
                     peers: vec![contact],

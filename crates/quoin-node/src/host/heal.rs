@@ -34,6 +34,8 @@ const PROCESS_MAX: Duration = Duration::from_secs(10);
 /// Longest wait for a target.
 const TARGET_MAX: Duration = Duration::from_secs(15);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+const NO_KEY: &str =
+    "its target has no key of it; send the secret \"encryptionKey\" with this call";
 /// Answers of the attach process and of the target that are waited for in one look.
 const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// Looks for a user, a tenth of a second apart: a program that was just started has the files of its
@@ -132,6 +134,9 @@ impl NodeHost {
                 self.hand(volume, key, PROCESS_MAX).await?;
                 did.push("handed its key to the target");
             }
+            if waits_for_key && request.key.is_none() {
+                return Err(Stop::Not(NO_KEY.to_owned()));
+            }
             if !self.answers(volume).await {
                 self.step("waiting for the target")?;
                 self.wait_for_target(volume).await?;
@@ -203,13 +208,15 @@ impl NodeHost {
             (_, None) => false,
             (Access::Block, Some(_)) => staging.complete,
             (Access::Mount { .. }, Some(device)) => {
-                staging.complete
-                    && mountinfo::at(&mounts, &staging.path)
-                        .is_some_and(|present| is_of_device(present, device))
+                // A heal that was killed left its mount with the record of one that is not complete.
+                mountinfo::at(&mounts, &staging.path)
+                    .is_some_and(|present| is_of_device(present, device))
                     && !turned_read_only(&staging, &mounts)
             }
         };
         if is_live && let Some(device) = &device {
+            let record =
+                if staging.complete { record } else { self.complete(volume)?.unwrap_or(record) };
             return self.bind_again(&record, &staging, device, did).await;
         }
         if device.is_none() {
@@ -252,17 +259,14 @@ impl NodeHost {
         if let Some(key) = &request.key {
             self.hand(volume, key, PROCESS_MAX).await?;
         } else if request.standing.as_ref().is_some_and(|standing| standing.waits_for_key) {
-            return Err(Stop::Not(
-                "its target has no key of it; send the secret \"encryptionKey\" with this call"
-                    .to_owned(),
-            ));
+            return Err(Stop::Not(NO_KEY.to_owned()));
         }
         let within_ms = u64::try_from(TARGET_MAX.as_millis()).unwrap_or(u64::MAX);
         wait_for_socket(volume, &self.nbd_socket(volume), within_ms).await?;
         Ok(())
     }
 
-    /// Takes the mounts of the volume away, if nobody uses them. What was taken away is put back where one
+    /// Takes the mounts of the volume away, if no process uses them. What was taken away is put back where one
     /// of them is in use.
     async fn take_down(
         &self,
@@ -274,7 +278,7 @@ impl NodeHost {
         let volume = &record.volume;
         self.step("asking who uses it")?;
         let mounts = mountinfo::read()?;
-        let own = own_mounts(record, staging, &mounts)?;
+        let own = own_mounts(record, staging, device, &mounts)?;
         if let Some(user) = self.user(volume, staging, &own, device).await? {
             return Err(Stop::Not(in_use(&user)));
         }
@@ -402,23 +406,33 @@ impl NodeHost {
         }
         if let Access::Mount { .. } = staging.access {
             self.step("mounting")?;
-            self.mount_again(&wanted, &device).await?;
+            self.mount_again(&wanted, &device, did).await?;
             did.push("checked and mounted its file system");
         }
         self.step("completing the record")?;
-        if let Some(mut record) = self.records.load(volume)? {
-            if let Some(staging) = &mut record.staging {
-                staging.complete = true;
-            }
-            self.records.save(&record)?;
-        }
-        self.troubles.ended(volume, FaultKind::StagingFailed, Ok(()));
+        self.complete(volume)?;
         Ok(device)
+    }
+
+    /// Records that staging is complete; returns the record.
+    fn complete(&self, volume: &str) -> Result<Option<Record>, Error> {
+        let Some(mut record) = self.records.load(volume)? else { return Ok(None) };
+        if let Some(staging) = &mut record.staging {
+            staging.complete = true;
+        }
+        self.records.save(&record)?;
+        self.troubles.mended(volume, FaultKind::StagingFailed);
+        Ok(Some(record))
     }
 
     /// Mounts the file system at the staging path; one that needs a person to repair it is mounted
     /// read-only, so that it can be read as before.
-    async fn mount_again(&self, wanted: &StageRequest, device: &Path) -> Result<(), Stop> {
+    async fn mount_again(
+        &self,
+        wanted: &StageRequest,
+        device: &Path,
+        did: &mut Vec<&'static str>,
+    ) -> Result<(), Stop> {
         let path = &wanted.staging_path;
         let mounted = self.mount_staging(wanted, Purpose::Heal, device, path, None).await;
         let Err(damaged @ Error::Damaged { .. }) = mounted else { return Ok(mounted?) };
@@ -429,15 +443,10 @@ impl NodeHost {
             tracing::warn!(volume, %error, "a damaged file system cannot be read either");
             return Err(Stop::Failed(damaged));
         }
-        if let Some(mut record) = self.records.load(&wanted.volume)? {
-            if let Some(staging) = &mut record.staging {
-                staging.complete = true;
-            }
-            self.records.save(&record)?;
-            let staging = record.staging.clone();
-            if let Some(staging) = staging {
-                self.bind_again(&record, &staging, device, &mut Vec::new()).await?;
-            }
+        if let Some(record) = self.complete(&wanted.volume)?
+            && let Some(staging) = record.staging.clone()
+        {
+            self.bind_again(&record, &staging, device, did).await?;
         }
         Err(Stop::Failed(damaged))
     }
@@ -457,7 +466,7 @@ impl NodeHost {
                 continue;
             }
             if let Some(present) = mountinfo::at(&mounts, &publication.target) {
-                if !is_own(present, &publication.access) {
+                if !is_own(present, &publication.access, Some(device)) {
                     return Err(Stop::Failed(foreign(present)));
                 }
                 let stale = [publication.target.clone()];
@@ -475,8 +484,8 @@ impl NodeHost {
             check_target(&publication.target, &publication.access, &mountinfo::read()?)?;
             self.bind_publication(volume, staging, publication, device).await?;
             did.push("bound it to its target again");
+            self.troubles.mended(volume, FaultKind::PublishingFailed);
         }
-        self.troubles.ended(volume, FaultKind::PublishingFailed, Ok(()));
         Ok(())
     }
 }
@@ -486,7 +495,12 @@ impl NodeHost {
 ///
 /// # Errors
 /// [`Error::ForeignMount`] where another mount is at one of them.
-fn own_mounts(record: &Record, staging: &Staging, mounts: &[Mount]) -> Result<Vec<PathBuf>, Error> {
+fn own_mounts(
+    record: &Record,
+    staging: &Staging,
+    device: Option<&Path>,
+    mounts: &[Mount],
+) -> Result<Vec<PathBuf>, Error> {
     let targets = record.publications.iter().map(|one| (&one.target, &one.access));
     let staged = match &staging.access {
         Access::Mount { .. } => Some((&staging.path, &staging.access)),
@@ -495,7 +509,7 @@ fn own_mounts(record: &Record, staging: &Staging, mounts: &[Mount]) -> Result<Ve
     let mut own = Vec::new();
     for (path, access) in targets.chain(staged) {
         for present in mounts.iter().filter(|mount| mount.mount_point == *path) {
-            if !is_own(present, access) {
+            if !is_own(present, access, device) {
                 return Err(foreign(present));
             }
             own.push(path.clone());
@@ -504,14 +518,22 @@ fn own_mounts(record: &Record, staging: &Staging, mounts: &[Mount]) -> Result<Ve
     Ok(own)
 }
 
-/// Returns whether a mount at a recorded path is of the kind that was recorded. The device may be gone,
-/// and its number another's by now.
-fn is_own(present: &Mount, access: &Access) -> bool {
+/// Returns whether a mount at a recorded path is of the kind that was recorded: of the device, or of a device that
+/// the attach process may have made, as the former one may be gone and its number another's by now. Nothing is asked
+/// of the mount itself, whose server may be away.
+fn is_own(present: &Mount, access: &Access, device: Option<&Path>) -> bool {
+    let is_of_devices = || {
+        use std::os::unix::fs::MetadataExt;
+        let devices = std::fs::metadata("/dev").map(|found| found.dev());
+        devices.is_ok_and(|of| (libc::major(of), libc::minor(of)) == (present.major, present.minor))
+    };
     match access {
         Access::Mount { file_system, .. } => {
-            present.fs_type == file_system.name() && present.source.starts_with("/dev/")
+            let is_made_here = device.is_some_and(|device| is_of_device(present, device))
+                || present.source.starts_with("/dev/loop");
+            present.fs_type == file_system.name() && is_made_here
         }
-        Access::Block => device::number(&present.mount_point).is_some(),
+        Access::Block => is_of_devices(),
     }
 }
 

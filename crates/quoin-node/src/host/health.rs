@@ -134,6 +134,14 @@ impl Troubles {
         }
     }
 
+    /// A failure of this kind was mended; one of another kind stays.
+    pub fn mended(&self, volume: &str, kind: FaultKind) {
+        let mut failures = self.failures();
+        if failures.get(volume).is_some_and(|failure| failure.kind == kind) {
+            failures.remove(volume);
+        }
+    }
+
     pub fn forget(&self, volume: &str) {
         self.failures().remove(volume);
     }
@@ -319,7 +327,7 @@ pub(super) fn turned_read_only(staging: &Staging, mounts: &[Mount]) -> bool {
 
 /// Returns whether a file system takes no writes. Newer kernels leave an ext4 writable by its flags after
 /// an error, and say so in words of their own.
-fn is_stopped(mount: &Mount) -> bool {
+pub(super) fn is_stopped(mount: &Mount) -> bool {
     const WORDS: [&str; 3] = ["ro", "emergency_ro", "shutdown"];
     mount.super_options.iter().any(|option| WORDS.contains(&option.as_str()))
 }

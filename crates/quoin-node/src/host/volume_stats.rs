@@ -136,21 +136,18 @@ impl NodeHost {
     }
 
     async fn trim_steps(&self, volume: &str, path: &Path) -> Result<(), Error> {
-        let (record, path_use) = self.path_use(volume, path)?;
+        let (_, path_use) = self.path_use(volume, path)?;
         if path_use.access == Access::Block {
             return Ok(());
         }
         let missing =
             || Error::NotPresent { volume: volume.to_owned(), path: path_use.path.clone() };
         let device = self.attacher.device(volume).await?.ok_or_else(missing)?;
-        let staging = record.staging.ok_or_else(missing)?;
         let mounts = mountinfo::read()?;
         let mount = mountinfo::at(&mounts, &path_use.path)
             .filter(|mount| is_of_device(mount, &device))
             .ok_or_else(missing)?;
-        // A target may be read-only where the file system is written by another.
-        let is_stopped = super::health::turned_read_only(&staging, &mounts);
-        if is_stopped || mount.super_options.iter().any(|option| option == "ro") {
+        if super::health::is_stopped(mount) {
             return Err(Error::ReadOnlyTrim { volume: volume.to_owned() });
         }
         self.step("trimming the file system")?;

@@ -456,7 +456,7 @@ impl Shard {
             Input::Openers(openers) => self.end_disowned(&openers),
             Input::Fences(fences, done) => {
                 self.end_fenced(&fences);
-                // Nobody waits for it at the end of the process.
+                // The answer is dropped at the end of the process.
                 let _ = done.send(());
             }
             Input::Close(volume) => self.event(now, volume, PrimaryEvent::Shutdown),

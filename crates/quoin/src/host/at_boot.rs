@@ -15,7 +15,7 @@ use quoin_encryption::Encryption;
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -238,7 +238,9 @@ impl Etc {
             fs::create_dir_all(directory)
                 .with_context(|| format!("make {}", directory.display()))?;
         }
-        replace(&record, &text, 0o644)?;
+        // A slot opens to whoever guesses the key.
+        let mode = if volume.key.is_some() { 0o600 } else { 0o644 };
+        replace(&record, &text, mode)?;
         let mut wrote = vec![record.display().to_string()];
         if fs::symlink_metadata(&link).is_err() {
             std::os::unix::fs::symlink(UNIT_FILE, &link)
@@ -360,7 +362,12 @@ fn replace(path: &Path, text: &str, mode: u32) -> Result<()> {
     let beside = path.with_extension(format!("{}.new", std::process::id()));
     let write = || -> std::io::Result<()> {
         use std::io::Write;
-        let mut file = fs::File::create(&beside)?;
+        let mut file = fs::File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(mode & 0o600)
+            .open(&beside)?;
         file.set_permissions(fs::Permissions::from_mode(mode))?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
@@ -565,6 +572,18 @@ mod tests {
             assert!(message.contains(taken) && message.contains("another path"), "{message}");
         }
         assert!(etc.check_mount(&volume, Path::new("srv/db")).is_err());
+
+        // An older Quoin reads a record without a key, and refuses one with it. Its slots are root's alone.
+        let mode_of = |path: PathBuf| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((volume.format, mode_of(etc.record("my\\x2ddb"))), (1, 0o644));
+        let user = quoin_encryption::UserKey::parse(b"correct horse battery staple").unwrap();
+        let slots = Encryption::create(&user, "default").unwrap();
+        let key = BootKey { file: "/root/key".into(), slots };
+        let locked = AtBoot::new("locked", "89ab", 4096, false).with_key(Some(key));
+        etc.add(&locked, Path::new("/dev/null"), &MountOptions::default()).unwrap();
+        assert_eq!((locked.format, mode_of(etc.record("locked"))), (FORMAT, 0o600));
+        assert_eq!(etc.find("locked", "89ab").unwrap(), Some(locked.clone()));
+        etc.remove(&locked).unwrap();
 
         assert_eq!(etc.remove(&volume).unwrap().len(), 3);
         assert_eq!(fs::read_to_string(etc.fstab()).unwrap(), before);

@@ -1,4 +1,4 @@
-//! Settings of the allocator and the kernel for the processes that data passes through.
+//! Settings of the kernel for the processes that data passes through.
 //!
 //! A host that is short of memory writes its dirty pages back, and those of a volume's file system
 //! come through the attach process, a target and perhaps a pool on the same host. None of them may
@@ -17,7 +17,6 @@ use rustix::thread::CapabilitySet;
 /// host, since writeback goes through Quoin only where there are block devices; the others report
 /// it in their debug logs.
 pub fn prepare(part: Part) {
-    keep_freed_memory();
     // Needs CAP_SYS_RESOURCE; without it the kernel treats this process as any other.
     if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
         let message = "Quoin's processes may wait for their own volumes where memory is short: \
@@ -53,17 +52,6 @@ pub fn keep_secrets() {
 pub enum Part {
     Attach,
     Other,
-}
-
-/// Memory that was freed is kept for the next use: the data path takes and frees buffers all the
-/// time, and the C library would give them back to the kernel and fault them in again.
-fn keep_freed_memory() {
-    // SAFETY: these set numbers of the allocator, which reads them under its own lock.
-    #[cfg(target_env = "gnu")]
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 8 << 20);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, 32 << 20);
-    }
 }
 
 /// Keeps what the process has touched in memory.

@@ -148,12 +148,14 @@ pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions
     let daemon = AttachClient::new(run.join("attach").join("attach.sock"));
     let key = record.key.as_ref().map(keys::unlock_at_boot).transpose()?;
     let until = Instant::now() + client.timeout();
-    if let Some(key) = &key {
-        keys::hand_over(&record.id, key, client).await?;
-    }
     let attached = loop {
         let left = until.saturating_duration_since(Instant::now());
-        let attaching = attach(&record, &socket, &daemon, key.clone());
+        let attaching = async {
+            if let Some(key) = &key {
+                keys::hand_over(&record.id, key, client).await?;
+            }
+            attach(&record, &socket, &daemon, key.clone()).await
+        };
         let attempt = tokio::time::timeout(left, attaching).await;
         let unanswered =
             |_| anyhow!("the attach process waits for the kernel, or for the volume's IO");

@@ -9,6 +9,7 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::attach::HostOptions;
 use super::doctor::ILL;
 use super::keys::KeyFile;
 use crate::client::{ClientOptions, Cluster, get_volume};
@@ -42,6 +43,12 @@ pub struct HealOptions {
     /// The node's socket of CSI-Addons [default: csi-addons/csi-addons.sock in the run directory].
     #[arg(long, value_name = "unix:///PATH.sock")]
     csi_addons_endpoint: Option<String>,
+    /// The file with the token of a caller, where the node has a list of them (`--callers`); - is the
+    /// standard input.
+    #[arg(long, value_name = "FILE")]
+    caller_token_file: Option<KeyFile>,
+    #[command(flatten)]
+    host: HostOptions,
 }
 
 #[derive(Serialize)]
@@ -60,6 +67,7 @@ pub async fn heal(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
+    let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
     let path = match &options.path {
         Some(path) => std::path::absolute(path).context("make --path absolute")?,
@@ -127,6 +135,12 @@ fn staged_at(options: &HealOptions, client: &ClientOptions, volume: &Volume) -> 
 }
 
 fn secrets(options: &HealOptions) -> Result<std::collections::HashMap<String, String>> {
-    let Some(file) = &options.key_file else { return Ok(Default::default()) };
-    Ok([(quoin_csi::ENCRYPTION_KEY.to_owned(), file.text()?)].into())
+    let mut secrets = std::collections::HashMap::new();
+    if let Some(file) = &options.key_file {
+        secrets.insert(quoin_csi::ENCRYPTION_KEY.to_owned(), file.text()?);
+    }
+    if let Some(file) = &options.caller_token_file {
+        secrets.insert(quoin_csi::CALLER_TOKEN.to_owned(), file.line()?);
+    }
+    Ok(secrets)
 }

@@ -46,6 +46,12 @@ impl KeyFile {
         String::from_utf8(text.to_vec()).context("a key is text")
     }
 
+    /// Another secret than a key: the file without its last end of line.
+    pub fn line(&self) -> Result<String> {
+        let text = String::from_utf8(self.bytes()?.to_vec()).context("a secret is text")?;
+        Ok(text.trim_end_matches(['\r', '\n']).to_owned())
+    }
+
     fn parse(&self, text: &[u8]) -> Result<UserKey> {
         UserKey::parse(text).with_context(|| format!("the key file {}", self.0.display()))
     }
@@ -61,9 +67,7 @@ impl KeyFile {
         read.with_context(|| format!("read the key file {name}"))?;
         Ok(text)
     }
-}
 
-impl KeyFile {
     /// The file as a boot finds it.
     ///
     /// # Errors
@@ -77,12 +81,15 @@ impl KeyFile {
         }
         let name = self.0.display();
         let path = self.0.canonicalize().with_context(|| format!("read the key file {name}"))?;
-        let mode = path.metadata().with_context(|| format!("read the key file {name}"))?.mode();
-        if mode & 0o077 != 0 {
+        let found = path.metadata().with_context(|| format!("read the key file {name}"))?;
+        if found.mode() & 0o077 != 0 {
             bail!(
                 "the key file {name} is open to others (mode {:o}): `chmod 600` closes it",
-                mode & 0o7777
+                found.mode() & 0o7777
             );
+        }
+        if found.uid() != rustix::process::geteuid().as_raw() {
+            bail!("the key file {name} is another user's: `chown root` makes it this host's");
         }
         Ok(path)
     }
@@ -96,7 +103,9 @@ pub fn boot_key(volume: &Volume, file: Option<&KeyFile>) -> Result<Option<BootKe
 
 /// The data key of a volume at a boot.
 pub fn unlock_at_boot(key: &BootKey) -> Result<DataKey> {
-    let user = KeyFile(key.file.clone()).read()?;
+    let file = KeyFile(key.file.clone());
+    file.at_boot()?;
+    let user = file.read()?;
     let unlocked = key.slots.unlock(&user).with_context(|| {
         format!(
             "the key in {} opens no slot that the volume had: where its keys were changed since, run \

@@ -376,7 +376,7 @@ fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
         told.push(eventually("the other cluster is silent", || {
             let Ok(status) = side.status(group) else { return Ok(None) };
             let is_silent = status["message"].as_str().is_some_and(|text| text.contains("silent"));
-            // Not the lag: that is by an estimate of the other side's clock.
+            // The lag is by an estimate of the other side's clock, and is no measure.
             let told = status["syncedAt"].as_str().and_then(|at| at.parse::<Timestamp>().ok());
             let told = told.and_then(|at| SystemTime::try_from(at).ok());
             Ok(told.filter(|_| is_silent))

@@ -51,7 +51,7 @@ pub(super) fn decide(person: &mut impl Person, records: &[Record; 2]) {
         [Role::Primary, Role::Secondary] | [Role::Secondary, Role::Primary] => {
             let primary = usize::from(roles[1] == Role::Primary);
             let other = &records[1 - primary].chain;
-            // The other side was promoted with force since, and demoted: nobody follows this one.
+            // The other side was promoted with force since, and demoted: no side follows this one.
             if other.has(tops[primary]) && !records[primary].chain.has(tops[1 - primary]) {
                 person.asks(primary, Call::Demote { force: true });
             }

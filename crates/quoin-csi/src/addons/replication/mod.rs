@@ -22,7 +22,7 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::backend::{Backend, Source};
 use crate::in_flight::Guard;
-use crate::refusal::{self, not_served};
+use crate::refusal;
 use crate::{Plugin, addons};
 
 /// Serves Replication in the modes that have the controller.
@@ -34,13 +34,45 @@ pub(super) fn capabilities() -> [Capability; 2] {
         .map(|can| Capability::VolumeReplication(VolumeReplication { r#type: can.into() }))
 }
 
+/// Head of a call, which is alike in all: the mode is checked, then the source is read, then the caller is admitted.
+struct Asked<M> {
+    rpc: &'static str,
+    backend: Backend,
+    source: Source,
+    request: M,
+}
+
+/// Makes an [`Asked`] of a request. Its fields have the same names in each message of the interface.
+macro_rules! asked {
+    ($service:ident, $rpc:literal, $request:ident) => {{
+        let backend = $service.0.served_by_controller($rpc)?;
+        let mut request = $request.into_inner();
+        let given = request.replication_source.as_ref();
+        let source = source::read(&request.volume_id, given, &request.replication_id)?;
+        $service.0.admit($rpc, &mut request.secrets)?;
+        Asked { rpc: $rpc, backend, source, request }
+    }};
+}
+
 impl ReplicationService {
-    /// The mode is checked before anything else.
-    fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
-        if !self.0.mode().controller {
-            return Err(not_served(rpc, "this process runs in node mode"));
-        }
-        Ok(self.0.backend().clone())
+    /// Carries out a call that changes something: one at a time of a source, and to its end.
+    async fn change<M, T, F>(
+        &self,
+        asked: Asked<M>,
+        work: impl FnOnce(Backend, Source, M) -> F,
+    ) -> Result<Response<T>, Status>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, Status>> + Send + 'static,
+    {
+        let Asked { rpc, backend, source, request } = asked;
+        let held = self.begin(&source).await?;
+        let work = work(backend, source, request);
+        addons::run(rpc, async move {
+            let _held = held;
+            work.await.map(Response::new)
+        })
+        .await
     }
 
     /// Takes the source for a call that changes something.
@@ -165,20 +197,13 @@ impl Controller for ReplicationService {
         &self,
         request: Request<EnableVolumeReplicationRequest>,
     ) -> Result<Response<EnableVolumeReplicationResponse>, Status> {
-        const RPC: &str = "EnableVolumeReplication";
-        let backend = self.served(RPC)?;
-        let mut request = request.into_inner();
-        let given = request.replication_source.as_ref();
-        let source = source::read(&request.volume_id, given, &request.replication_id)?;
-        self.0.admit(RPC, &mut request.secrets)?;
-        let settings = class::read(&request.parameters)?;
-        let held = self.begin(&source).await?;
-        addons::run(RPC, async move {
-            let _held = held;
+        let asked = asked!(self, "EnableVolumeReplication", request);
+        let settings = class::read(&asked.request.parameters)?;
+        self.change(asked, |backend, source, _| async move {
             role(&backend, &source).await?;
             let enabled = backend.enable_mirror(&source, settings).await;
             enabled.map_err(refusal::not_enabled)?;
-            Ok(Response::new(EnableVolumeReplicationResponse {}))
+            Ok(EnableVolumeReplicationResponse {})
         })
         .await
     }
@@ -187,18 +212,11 @@ impl Controller for ReplicationService {
         &self,
         request: Request<DisableVolumeReplicationRequest>,
     ) -> Result<Response<DisableVolumeReplicationResponse>, Status> {
-        const RPC: &str = "DisableVolumeReplication";
-        let backend = self.served(RPC)?;
-        let mut request = request.into_inner();
-        let given = request.replication_source.as_ref();
-        let source = source::read(&request.volume_id, given, &request.replication_id)?;
-        self.0.admit(RPC, &mut request.secrets)?;
-        class::read(&request.parameters)?;
-        let held = self.begin(&source).await?;
-        addons::run(RPC, async move {
-            let _held = held;
+        let asked = asked!(self, "DisableVolumeReplication", request);
+        class::read(&asked.request.parameters)?;
+        self.change(asked, |backend, source, _| async move {
             disable(&backend, &source).await?;
-            Ok(Response::new(DisableVolumeReplicationResponse {}))
+            Ok(DisableVolumeReplicationResponse {})
         })
         .await
     }
@@ -207,18 +225,11 @@ impl Controller for ReplicationService {
         &self,
         request: Request<PromoteVolumeRequest>,
     ) -> Result<Response<PromoteVolumeResponse>, Status> {
-        const RPC: &str = "PromoteVolume";
-        let backend = self.served(RPC)?;
-        let mut request = request.into_inner();
-        let given = request.replication_source.as_ref();
-        let source = source::read(&request.volume_id, given, &request.replication_id)?;
-        self.0.admit(RPC, &mut request.secrets)?;
-        class::read(&request.parameters)?;
-        let held = self.begin(&source).await?;
-        addons::run(RPC, async move {
-            let _held = held;
+        let asked = asked!(self, "PromoteVolume", request);
+        class::read(&asked.request.parameters)?;
+        self.change(asked, |backend, source, request| async move {
             call(&backend, &source, Call::Promote, request.force).await?;
-            Ok(Response::new(PromoteVolumeResponse {}))
+            Ok(PromoteVolumeResponse {})
         })
         .await
     }
@@ -227,18 +238,11 @@ impl Controller for ReplicationService {
         &self,
         request: Request<DemoteVolumeRequest>,
     ) -> Result<Response<DemoteVolumeResponse>, Status> {
-        const RPC: &str = "DemoteVolume";
-        let backend = self.served(RPC)?;
-        let mut request = request.into_inner();
-        let given = request.replication_source.as_ref();
-        let source = source::read(&request.volume_id, given, &request.replication_id)?;
-        self.0.admit(RPC, &mut request.secrets)?;
-        class::read(&request.parameters)?;
-        let held = self.begin(&source).await?;
-        addons::run(RPC, async move {
-            let _held = held;
+        let asked = asked!(self, "DemoteVolume", request);
+        class::read(&asked.request.parameters)?;
+        self.change(asked, |backend, source, request| async move {
             call(&backend, &source, Call::Demote, request.force).await?;
-            Ok(Response::new(DemoteVolumeResponse {}))
+            Ok(DemoteVolumeResponse {})
         })
         .await
     }
@@ -247,18 +251,11 @@ impl Controller for ReplicationService {
         &self,
         request: Request<ResyncVolumeRequest>,
     ) -> Result<Response<ResyncVolumeResponse>, Status> {
-        const RPC: &str = "ResyncVolume";
-        let backend = self.served(RPC)?;
-        let mut request = request.into_inner();
-        let given = request.replication_source.as_ref();
-        let source = source::read(&request.volume_id, given, &request.replication_id)?;
-        self.0.admit(RPC, &mut request.secrets)?;
-        class::read(&request.parameters)?;
-        let held = self.begin(&source).await?;
-        addons::run(RPC, async move {
-            let _held = held;
+        let asked = asked!(self, "ResyncVolume", request);
+        class::read(&asked.request.parameters)?;
+        self.change(asked, |backend, source, request| async move {
             let ready = call(&backend, &source, Call::Resync, request.force).await?;
-            Ok(Response::new(ResyncVolumeResponse { ready }))
+            Ok(ResyncVolumeResponse { ready })
         })
         .await
     }
@@ -267,13 +264,8 @@ impl Controller for ReplicationService {
         &self,
         request: Request<GetVolumeReplicationInfoRequest>,
     ) -> Result<Response<GetVolumeReplicationInfoResponse>, Status> {
-        const RPC: &str = "GetVolumeReplicationInfo";
-        let backend = self.served(RPC)?;
-        let mut request = request.into_inner();
-        let given = request.replication_source.as_ref();
-        let source = source::read(&request.volume_id, given, &request.replication_id)?;
-        self.0.admit(RPC, &mut request.secrets)?;
-        addons::run(RPC, async move {
+        let Asked { rpc, backend, source, .. } = asked!(self, "GetVolumeReplicationInfo", request);
+        addons::run(rpc, async move {
             match mirrored(&backend, &source).await?.as_str() {
                 "primary" => {}
                 role => return Err(refusal::not_primary(source.id(), role)),
@@ -289,7 +281,7 @@ impl Controller for ReplicationService {
         request: Request<GetReplicationDestinationInfoRequest>,
     ) -> Result<Response<GetReplicationDestinationInfoResponse>, Status> {
         const RPC: &str = "GetReplicationDestinationInfo";
-        let backend = self.served(RPC)?;
+        let backend = self.0.served_by_controller(RPC)?;
         let mut request = request.into_inner();
         let source = source::of_source(request.replication_source.as_ref())?;
         self.0.admit(RPC, &mut request.secrets)?;
