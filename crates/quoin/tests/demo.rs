@@ -18,9 +18,15 @@ const OVER_NBD: &[&str] = &["--user-space"];
 const MOUNTED: &[&str] = &[];
 /// The story of two clusters, which has one size and no single parts.
 const DR: &[&str] = &["dr"];
+/// The same as an orchestrator tells it.
+const DR_BY_CALLS: &[&str] = &["dr", "--csi"];
+
+fn is_dr(how: &[&str]) -> bool {
+    how.first() == Some(&"dr")
+}
 
 fn demo(under: &Path, how: &[&str]) -> Child {
-    let size: &[&str] = if how == DR { &[] } else { &["--size", "256MiB"] };
+    let size: &[&str] = if is_dr(how) { &[] } else { &["--size", "256MiB"] };
     Command::new(env!("CARGO_BIN_EXE_quoin"))
         .args(["demo", "--under"])
         .arg(under)
@@ -62,7 +68,7 @@ const ENDS: [End; 4] = [End::Once, End::Impatient, End::Terminate, End::Closed];
 /// stays. Of its faults it injects only that of the line.
 fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Duration) {
     let only = ["--only", words];
-    let mut child = demo(under, &[how, if how == DR { &[] } else { &only }].concat());
+    let mut child = demo(under, &[how, if is_dr(how) { &[] } else { &only }].concat());
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
     let mut before = Vec::new();
     let reached = lines.by_ref().any(|line| {
@@ -244,6 +250,15 @@ fn an_interrupted_demo_of_a_lost_cluster_leaves_nothing_behind() {
     let after = Duration::from_millis(1500);
     interrupt_at("starting two clusters", &scratch.0, DR, End::Impatient, after);
     interrupt_at("the first cluster is lost", &scratch.0, DR, End::Once, after);
+}
+
+/// The rest of the story is the order of calls of `orchestrators.rs`.
+#[test]
+fn the_demo_by_calls_deploys_a_database_that_is_lost_and_leaves_nothing_behind_when_it_is_interrupted()
+ {
+    let scratch = Scratch::new("dr-calls");
+    let after = Duration::from_millis(400);
+    interrupt_at("the database ended; ", &scratch.0, DR_BY_CALLS, End::Once, after);
 }
 
 #[test]

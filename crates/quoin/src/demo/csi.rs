@@ -1,7 +1,8 @@
 //! The orchestrator of the demo: a gRPC client of the CSI socket, calling in the order in which
 //! Kubernetes does.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use quoin_api::control::ListNodesRequest;
 use quoin_api::csi::controller_client::ControllerClient;
 use quoin_api::csi::node_client::NodeClient;
 use quoin_api::csi::volume_capability::access_mode::Mode;
@@ -9,9 +10,10 @@ use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
 use quoin_api::csi::{
     CapacityRange, ControllerExpandVolumeRequest, ControllerPublishVolumeRequest,
     ControllerUnpublishVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
-    DeleteSnapshotRequest, DeleteVolumeRequest, NodeExpandVolumeRequest, NodeGetInfoRequest,
-    NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
-    NodeUnstageVolumeRequest, VolumeCapability, VolumeContentSource, volume_content_source,
+    DeleteSnapshotRequest, DeleteVolumeRequest, ListSnapshotsRequest, NodeExpandVolumeRequest,
+    NodeGetInfoRequest, NodePublishVolumeRequest, NodeStageVolumeRequest,
+    NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability, VolumeContentSource,
+    volume_content_source,
 };
 use std::collections::HashMap;
 use std::future::Future;
@@ -22,7 +24,10 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::interrupt;
+use crate::client;
 
+/// The longest calls, those of replication, end by themselves within 35 s.
+const ANSWER_BUDGET: Duration = Duration::from_secs(45);
 /// Orchestrators repeat calls for minutes; the demo for this long.
 const RETRY_BUDGET: Duration = Duration::from_secs(60);
 
@@ -33,12 +38,14 @@ pub struct Orchestrator {
     target: PathBuf,
     /// Directory of the sockets of the node's target.
     nbd: PathBuf,
+    /// Parameters of the class of its volumes.
+    parameters: HashMap<String, String>,
 }
 
-/// Refusal for the present state of a volume: another node has it.
+/// Refusal for the present state of a volume (FAILED_PRECONDITION): another node has it, or it is a copy.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct StillHeld(String);
+pub struct StillHeld(String);
 
 /// A volume as CSI names it.
 #[derive(Clone)]
@@ -58,6 +65,10 @@ fn capability() -> VolumeCapability {
     }
 }
 
+fn parameters(pairs: &[(&str, &str)]) -> HashMap<String, String> {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
+
 impl Orchestrator {
     /// `directory` gets the staging and target paths.
     pub fn new(socket: &Path, directory: &Path, nbd: PathBuf) -> Result<Self> {
@@ -70,7 +81,38 @@ impl Orchestrator {
             let _context = runtime.enter();
             quoin_identity::unix_channel(socket)
         };
-        Ok(Self { runtime, channel, staging, target, nbd })
+        let parameters = parameters(&[("replicas", "3"), ("spread", "pool")]);
+        Ok(Self { runtime, channel, staging, target, nbd, parameters })
+    }
+
+    /// One whose volumes have one replica each.
+    pub fn of_single_replicas(self) -> Self {
+        Self { parameters: parameters(&[("replicas", "1")]), ..self }
+    }
+
+    /// Another socket of the same node or controller.
+    pub fn channel_of(&self, socket: &Path) -> Channel {
+        let _context = self.runtime.enter();
+        quoin_identity::unix_channel(socket)
+    }
+
+    /// Makes one call, and gives its answer as it is.
+    ///
+    /// # Errors
+    /// Only Ctrl-C.
+    pub fn once<T>(
+        &self,
+        attempt: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    ) -> Result<Result<T, Status>> {
+        interrupt::check()?;
+        let limited = async { tokio::time::timeout(ANSWER_BUDGET, attempt).await };
+        Ok(match self.runtime.block_on(limited) {
+            Ok(answer) => answer.map(tonic::Response::into_inner),
+            Err(_) => Err(Status::deadline_exceeded(format!(
+                "no answer within {} s",
+                ANSWER_BUDGET.as_secs()
+            ))),
+        })
     }
 
     /// Where the application finds its file system.
@@ -94,12 +136,9 @@ impl Orchestrator {
     {
         let began = Instant::now();
         loop {
-            interrupt::check()?;
-            let limited = async { tokio::time::timeout(Duration::from_secs(30), attempt()).await };
-            let status = match self.runtime.block_on(limited) {
-                Ok(Ok(answer)) => return Ok(answer.into_inner()),
-                Ok(Err(status)) => status,
-                Err(_) => Status::deadline_exceeded("no answer within 30 s"),
+            let status = match self.once(attempt())? {
+                Ok(answer) => return Ok(answer),
+                Err(status) => status,
             };
             let wrong = [Code::InvalidArgument, Code::OutOfRange, Code::ResourceExhausted];
             if wrong.contains(&status.code()) {
@@ -140,10 +179,7 @@ impl Orchestrator {
             name: name.into(),
             capacity_range: Some(CapacityRange { required_bytes: bytes as i64, limit_bytes: 0 }),
             volume_capabilities: vec![capability()],
-            parameters: HashMap::from([
-                ("replicas".to_string(), "3".to_string()),
-                ("spread".to_string(), "pool".to_string()),
-            ]),
+            parameters: self.parameters.clone(),
             ..CreateVolumeRequest::default()
         };
         let answer = self.call("CreateVolume", || {
@@ -194,6 +230,16 @@ impl Orchestrator {
             async move { client.node_get_info(NodeGetInfoRequest {}).await }
         })?;
         Ok(answer.node_id)
+    }
+
+    /// The node of the cluster with this admin socket, whose process serves no calls of nodes.
+    pub fn node_at(&self, admin_socket: &Path) -> Result<String> {
+        self.ask(async {
+            let mut cluster = client::connect(admin_socket).await?;
+            let request = ListNodesRequest {};
+            let answer = cluster.list_nodes(request).await.map_err(client::refusal)?;
+            Ok(answer.into_inner().nodes.first().context("no node")?.name.clone())
+        })
     }
 
     /// NodeStageVolume: attach and format (only when there is nothing on it yet).
@@ -266,6 +312,21 @@ impl Orchestrator {
         Ok(answer.snapshot.unwrap_or_default().snapshot_id)
     }
 
+    /// Ids of the volume's snapshots that are ready.
+    pub fn snapshots(&self, claim: &Claim) -> Result<Vec<String>> {
+        let request = ListSnapshotsRequest {
+            source_volume_id: claim.volume_id.clone(),
+            ..ListSnapshotsRequest::default()
+        };
+        let answer = self.call("ListSnapshots", || {
+            let (mut client, request) = (self.controller(), request.clone());
+            async move { client.list_snapshots(request).await }
+        })?;
+        let snapshots = answer.entries.into_iter().filter_map(|entry| entry.snapshot);
+        let ready = snapshots.filter(|snapshot| snapshot.ready_to_use);
+        Ok(ready.map(|snapshot| snapshot.snapshot_id).collect())
+    }
+
     pub fn delete_snapshot(&self, snapshot_id: &str) -> Result<()> {
         let request = DeleteSnapshotRequest {
             snapshot_id: snapshot_id.to_owned(),
@@ -330,6 +391,11 @@ impl Orchestrator {
     /// ControllerUnpublishVolume and DeleteVolume.
     pub fn delete(&self, claim: &Claim, node: &str) -> Result<()> {
         self.unpublish(claim, node)?;
+        self.give_back(claim)
+    }
+
+    /// DeleteVolume.
+    pub fn give_back(&self, claim: &Claim) -> Result<()> {
         let delete = DeleteVolumeRequest {
             volume_id: claim.volume_id.clone(),
             ..DeleteVolumeRequest::default()

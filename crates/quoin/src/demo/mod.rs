@@ -32,6 +32,9 @@ pub struct DemoOptions {
     /// Another story than that of the volume: `dr` has two clusters, of which one is lost.
     #[arg(value_enum, conflicts_with_all = ["size", "user_space", "only"])]
     story: Option<Story>,
+    /// Of `dr`: have an orchestrator tell it, by calls of CSI and CSI-Addons alone.
+    #[arg(long, requires = "story")]
+    csi: bool,
     /// Size of the volume, at least 256MiB.
     #[arg(long, value_parser = parse_demo_size, allow_hyphen_values = true, default_value = "1GiB")]
     pub size: u64,
@@ -49,6 +52,7 @@ pub struct DemoOptions {
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum Story {
     /// A database moves to a second cluster when the first one is lost, and comes back; a minute and a half.
+    /// With --csi an orchestrator moves it.
     Dr,
 }
 
@@ -80,7 +84,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     let deepest = if is_dr { cluster.peer() } else { cluster.root().to_owned() };
     let directory = Scratch::new(options.under.as_deref(), &deepest)?;
     let outcome = match is_dr {
-        true => dr::run(&directory.0),
+        true => dr::run(&directory.0, options.csi),
         false => script::run(options, &directory.0),
     };
     if interrupt::is_interrupted() {

@@ -314,14 +314,7 @@ impl Demo {
         if self.mounted {
             return self.orchestrator.node_id();
         }
-        let socket = self.cluster()?.layout.admin_socket();
-        self.orchestrator.ask(async {
-            let mut cluster = client::connect(&socket).await?;
-            let request = quoin_api::control::ListNodesRequest {};
-            let nodes =
-                cluster.list_nodes(request).await.map_err(client::refusal)?.into_inner().nodes;
-            Ok(nodes.first().context("no node")?.name.clone())
-        })
+        self.orchestrator.node_at(&self.cluster()?.layout.admin_socket())
     }
 
     fn volume(&self, claim: &Claim) -> Result<Volume> {

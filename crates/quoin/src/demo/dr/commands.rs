@@ -1,45 +1,25 @@
-//! `quoin demo dr`: a database whose cluster is lost goes on at a second one, and comes back.
-//!
-//! Every line is a claim that is checked: what a failover loses is compared with what the database knows to
-//! have been acknowledged, and at each step every byte with what belongs there.
+//! The story as a person tells it, by commands of Quoin.
 
 use anyhow::{Context, Result, bail};
 use quoin_api::control::{GetMirrorRequest, Mirror, MirrorRef};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::runtime::Runtime;
 
-use super::cluster::{self, DevCluster};
-use super::database::{self, Database, Found, Journal, VOLUME_BYTES, Volumes};
-use super::script::{note, print_timed};
-use super::{CLUSTER, interrupt, print_line, show_bytes};
+use super::super::database::{self, Database, Found, Journal, VOLUME_BYTES, Volumes};
+use super::super::script::{note, print_timed};
+use super::super::{cluster, interrupt, print_line, show_bytes};
+use super::{
+    ANSWER_BUDGET, GROUP, Hand, LOG, LOST, POLL, Pair, SILENCE_BUDGET, STEP_BUDGET, TABLE,
+    check_told, go_on, lose, seconds, tell_loss, wait_for_sync, work,
+};
 use crate::client::{self, refusal};
 use crate::dev::layout::Layout;
 
-const GROUP: &str = "shop";
-const LOG: &str = "log";
-const TABLE: &str = "data";
-/// Processes that are lost with the first cluster; its pools keep what they have.
-const LOST: [&str; 3] = ["controller", "target", "mirror"];
-const ANSWER_BUDGET: Duration = Duration::from_secs(30);
-/// Silence is seen thirty seconds after the last word.
-const SILENCE_BUDGET: Duration = Duration::from_secs(180);
-const STEP_BUDGET: Duration = Duration::from_secs(60);
-/// Between a point and the loss, so that there is something to lose.
-const LOST_WORK: Duration = Duration::from_secs(4);
-const NEW_WORK: Duration = Duration::from_secs(3);
-const POLL: Duration = Duration::from_millis(200);
-
-pub fn run(directory: &Path) -> Result<()> {
-    print_timed("starting two clusters that are paired, \"first\" and \"second\"");
-    let cluster = DevCluster::start_pair(&directory.join(CLUSTER))?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let here = cluster.layout.clone();
-    let there = Layout::at(&here.peer());
-    let side = |name, layout| Side { name, layout, runtime: &runtime };
-    let demo = Demo { first: side("first", here), second: side("second", there), cluster };
-    demo.play()?;
-    demo.cluster.stop()
+pub(super) fn play(pair: &Pair) -> Result<()> {
+    let side = |name, layout| Side { name, layout, runtime: &pair.runtime };
+    let (first, second) = (side("first", pair.first()), side("second", pair.second()));
+    Demo { first, second, cluster: &pair.cluster }.play()
 }
 
 /// One of the two clusters, as a user of it sees it.
@@ -52,7 +32,7 @@ struct Side<'a> {
 struct Demo<'a> {
     first: Side<'a>,
     second: Side<'a>,
-    cluster: DevCluster,
+    cluster: &'a cluster::DevCluster,
 }
 
 impl Side<'_> {
@@ -156,12 +136,29 @@ fn why(message: &str) -> &str {
     message.split_once("error: ").map_or(message, |(_, why)| why)
 }
 
+impl Hand for Side<'_> {
+    fn open(&self) -> Result<Volumes> {
+        self.attach(LOG, TABLE)
+    }
+
+    fn close(&self, volumes: Volumes) -> Result<()> {
+        drop(volumes);
+        self.detach(LOG, TABLE)
+    }
+
+    fn synced_at(&self) -> Result<Option<SystemTime>> {
+        Ok(synced_at(&self.mirror()?))
+    }
+}
+
 impl Demo<'_> {
     fn play(&self) -> Result<()> {
         let database = self.begin()?;
-        let (told, journal) = self.lose(database)?;
-        let found = self.fail_over(&told, &journal)?;
-        let database = self.go_on(&journal, found)?;
+        let told_by = format!("`quoin mirror status {GROUP}`");
+        let (told, journal) = lose(self.cluster, &self.first, database, &told_by)?;
+        let found = self.fail_over(told, &journal)?;
+        print_timed("the database goes on at second");
+        let database = go_on(&self.second, &journal, found, 2)?;
         self.come_back(&journal)?;
         self.fail_back(database)
     }
@@ -183,41 +180,13 @@ impl Demo<'_> {
         print_timed(&format!(
             "the database writes: each record to {LOG}, flushed, then to {TABLE}, flushed"
         ));
-        let volumes = first.attach(LOG, TABLE)?;
+        let volumes = first.open()?;
         let nothing = Found { in_log: 0, in_table: 0 };
         Database::start(volumes, Journal::default(), nothing, 1)
     }
 
-    /// The first cluster is lost. Gives the time that it told last, and what was acknowledged.
-    fn lose(&self, database: Database) -> Result<(SystemTime, Journal)> {
-        let began = database::now();
-        let wanted = began + Duration::from_secs(2);
-        let is_later = |mirror: &Mirror| synced_at(mirror).is_some_and(|at| at > wanted);
-        self.first.wait("a point has records", STEP_BUDGET, is_later)?;
-        let since = Instant::now();
-        let mut told;
-        loop {
-            database.check()?;
-            let mirror = self.first.mirror()?;
-            told = synced_at(&mirror).context("it does not say what is on the other side")?;
-            if since.elapsed() > LOST_WORK {
-                break;
-            }
-            std::thread::sleep(POLL);
-        }
-        note(&format!(
-            "`quoin mirror status {GROUP}` on first: all that was acknowledged before {} is on second",
-            clock(told)
-        ));
-        print_timed(&format!("the first cluster is lost: kill -9 of its {}", LOST.join(", ")));
-        self.cluster.hold(&LOST)?;
-        let journal = database.lost()?;
-        note(&format!("the database ended; {} records were acknowledged", journal.acknowledged()));
-        Ok((told, journal))
-    }
-
     /// The second cluster takes over; what is lost is compared with what was told.
-    fn fail_over(&self, told: &SystemTime, journal: &Journal) -> Result<Found> {
+    fn fail_over(&self, told: SystemTime, journal: &Journal) -> Result<Found> {
         let second = &self.second;
         print_timed("second waits until first counts as silent, which takes 30 s without a word");
         let is_silent = |mirror: &Mirror| mirror.message.contains("silent");
@@ -230,62 +199,15 @@ impl Demo<'_> {
         print_timed("failover: a person says that first is lost, and promotes with force");
         let began = Instant::now();
         let printed = second.quoin(&["mirror", "promote", GROUP, "--force"])?;
-        let volumes = second.attach(LOG, TABLE)?;
+        let volumes = second.open()?;
         note(&format!("{printed}; served after {:.1} s", began.elapsed().as_secs_f64()));
         let found = journal.check(&volumes)?;
-        for told in [*told, told_here] {
-            self.check_told(told, journal, found)?;
+        for told in [told, told_here] {
+            check_told(told, journal, found)?;
         }
-        self.tell_loss(told_here, journal, found)?;
-        second.detach_from(volumes)?;
+        tell_loss(told_here, journal, found)?;
+        second.close(volumes)?;
         Ok(found)
-    }
-
-    /// Each record that was acknowledged before that time has to be there.
-    fn check_told(&self, told: SystemTime, journal: &Journal, found: Found) -> Result<()> {
-        let missing = journal.0.get(found.in_log).and_then(|record| record.logged);
-        let not_stored = journal.0.get(found.in_table).and_then(|record| record.stored);
-        for (volume, at) in [(LOG, missing), (TABLE, not_stored)] {
-            if let Some(at) = at.filter(|at| *at < told) {
-                bail!(
-                    "a record that was acknowledged at {} is not in {volume}, though all before {} was told to \
-                     be there",
-                    clock(at),
-                    clock(told)
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// Compares the loss that was told with the true one.
-    fn tell_loss(&self, told: SystemTime, journal: &Journal, found: Found) -> Result<()> {
-        let missing = journal.0.get(found.in_log).and_then(|record| record.logged);
-        let Some(ended) = journal.0.iter().filter_map(|record| record.logged).next_back() else {
-            bail!("no record was acknowledged");
-        };
-        // A record that is in the log alone is stored again from there.
-        let lost = journal.acknowledged().saturating_sub(found.in_log);
-        let really = missing.and_then(|at| ended.duration_since(at).ok()).unwrap_or_default();
-        note(&format!(
-            "told: at most the last {} of acknowledged work are lost; true: the last {}, {lost} records",
-            seconds(ended.duration_since(told).unwrap_or_default()),
-            seconds(really),
-        ));
-        note(&format!(
-            "the other {} are there, {LOG} and {TABLE} are of one instant, every byte compared",
-            found.in_log
-        ));
-        Ok(())
-    }
-
-    /// The database goes on at the second cluster.
-    fn go_on(&self, journal: &Journal, found: Found) -> Result<Database> {
-        print_timed("the database goes on at second");
-        let volumes = self.second.attach(LOG, TABLE)?;
-        let database = Database::start(volumes, journal.clone(), found, 2)?;
-        work(&database)?;
-        Ok(database)
     }
 
     /// The first cluster is back: a split brain, which a person ends. `lost`: what was acknowledged there.
@@ -298,10 +220,10 @@ impl Demo<'_> {
             let mirror = side.wait("the split is seen", STEP_BUDGET, is_split)?;
             note(&format!("{}: {}", side.name, why_split(&mirror)));
         }
-        let volumes = first.attach(LOG, TABLE)?;
+        let volumes = first.open()?;
         let count = lost.check_whole(&volumes)?;
         note(&format!("first has its own {count} records: neither side overwrites the other one"));
-        first.detach_from(volumes)?;
+        first.close(volumes)?;
 
         print_timed("first is demoted: it has diverged, and discards nothing without force");
         first.quoin(&["mirror", "demote", GROUP])?;
@@ -315,9 +237,8 @@ impl Demo<'_> {
         self.check_lost(&mirror, lost)?;
 
         print_timed("first follows as a copy of what the database writes at second");
-        let now = database::now();
-        let is_later = |mirror: &Mirror| synced_at(mirror).is_some_and(|at| at > now);
-        let mirror = second.wait("first has a new point", STEP_BUDGET, is_later)?;
+        wait_for_sync(second, database::now())?;
+        let mirror = second.mirror()?;
         let role = first.mirror()?.role;
         if role != "secondary" {
             bail!("first is {role}, and not a copy");
@@ -361,7 +282,7 @@ impl Demo<'_> {
         second.detach(LOG, TABLE)?;
         second.quoin(&["mirror", "demote", GROUP])?;
         first.quoin(&["mirror", "promote", GROUP])?;
-        let volumes = first.attach(LOG, TABLE)?;
+        let volumes = first.open()?;
         let took = began.elapsed();
         let count = journal.check_whole(&volumes)?;
         note(&format!(
@@ -374,9 +295,9 @@ impl Demo<'_> {
         let journal = database.finish()?;
         let is_copy = |mirror: &Mirror| mirror.role == "secondary";
         second.wait("it is a copy again", STEP_BUDGET, is_copy)?;
-        let volumes = first.attach(LOG, TABLE)?;
+        let volumes = first.open()?;
         let count = journal.check_whole(&volumes)?;
-        first.detach_from(volumes)?;
+        first.close(volumes)?;
         print_timed("the database is where it began, and second has the copy");
         print_line(&format!(
             "\n{count} records are on first: all that was acknowledged, less what the failover said to lose\n"
@@ -385,57 +306,11 @@ impl Demo<'_> {
     }
 }
 
-impl Side<'_> {
-    fn detach_from(&self, volumes: Volumes) -> Result<()> {
-        drop(volumes);
-        self.detach(LOG, TABLE)
-    }
-}
-
 fn why_split(mirror: &Mirror) -> &str {
     mirror.message.split_once(';').map_or(&*mirror.message, |(words, _)| words)
-}
-
-/// Has the database work for some seconds.
-fn work(database: &Database) -> Result<()> {
-    let (began, before) = (Instant::now(), database.journal().acknowledged());
-    while began.elapsed() < NEW_WORK {
-        interrupt::check()?;
-        database.check()?;
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    let count = database.journal().acknowledged() - before;
-    if count == 0 {
-        bail!("the database makes no progress");
-    }
-    note(&format!("{count} new records in {}", seconds(began.elapsed())));
-    Ok(())
 }
 
 fn synced_at(mirror: &Mirror) -> Option<SystemTime> {
     let at = mirror.synced_at?;
     Some(UNIX_EPOCH + Duration::new(at.seconds.try_into().ok()?, at.nanos.try_into().ok()?))
-}
-
-/// Time of day to the millisecond, as in the UTC times of `quoin mirror status`.
-fn clock(at: SystemTime) -> String {
-    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let seconds = since.as_secs() % 86_400;
-    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
-    format!("{hours:02}:{minutes:02}:{:02}.{:03}Z", seconds % 60, since.subsec_millis())
-}
-
-fn seconds(time: Duration) -> String {
-    format!("{:.1} s", time.as_secs_f64())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_time_of_day_is_that_of_utc() {
-        let at = UNIX_EPOCH + Duration::from_millis(1_796_003_817_042);
-        assert_eq!(clock(at), "01:56:57.042Z");
-    }
 }
