@@ -30,7 +30,7 @@ const OF_THE_HOST: [(&str, &str); 5] = [
 /// Files that touch devices and files of volumes, with the public functions that do not.
 const OF_VOLUMES: [(&str, &[&str]); 7] = [
     // They read the kernel's tables and the nodes in /dev.
-    ("device.rs", &["size_bytes", "number", "major_minor", "is_node_at"]),
+    ("device.rs", &["size_bytes", "number", "major_minor", "is_node_at", "is_of_nodes"]),
     ("superblock.rs", &[]),
     ("probe.rs", &[]),
     ("mount.rs", &["parse_flags", "while_busy"]),

@@ -64,6 +64,15 @@ pub fn is_held(_: &DeviceThread, device: &Path) -> Result<bool, Error> {
     }
 }
 
+/// Returns true if a mount is of the file system that holds the nodes of devices, as a bind of any node is.
+#[must_use]
+pub fn is_of_nodes(mount: &Mount) -> bool {
+    std::fs::metadata("/dev").is_ok_and(|nodes| {
+        let of = nodes.dev();
+        (libc::major(of), libc::minor(of)) == (mount.major, mount.minor)
+    })
+}
+
 /// Returns whether a mount is a bind of the device's own node.
 #[must_use]
 pub fn is_node_at(mount: &Mount, device: &Path) -> bool {

@@ -1,6 +1,7 @@
 //! Two clusters, of which one keeps copies of what the other one has: points, moves, disasters, and back.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -594,6 +595,26 @@ fn the_lag_in_bytes_is_what_a_delta_would_carry_on_either_side() {
     two.stop();
 }
 
+/// Has a command wait until it says this, and interrupts it.
+fn interrupt_once_it_says(user: &User, arguments: &[&str], awaited: &str) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(arguments)
+        .env("QUOIN_SOCKET", &user.admin_socket)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stderr = BufReader::new(command.stderr.take().unwrap());
+    let mut said = String::new();
+    while !said.contains(awaited) {
+        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended: {said}");
+    }
+    signal(command.id(), "INT");
+    stderr.read_to_string(&mut said).unwrap();
+    assert!(!command.wait().unwrap().success(), "{said}");
+    assert!(said.contains("it continues by itself"), "{said}");
+}
+
 /// Proves that a take-over of a live primary waits until this side has everything, tells how far it is, and goes on
 /// where it is interrupted, and that nothing that was acknowledged is lost.
 #[test]
@@ -626,36 +647,11 @@ fn a_live_primary_with_a_writer_is_taken_over_without_the_loss_of_an_acknowledge
         }
     });
     std::thread::sleep(Duration::from_millis(300));
-    let promotion = Command::new(env!("CARGO_BIN_EXE_quoin"))
-        .args(["mirror", "promote", "db", "--force"])
-        .env("QUOIN_SOCKET", &second.admin_socket)
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    second.eventually("it is asked for", || {
-        (status(second, "db")["takesOver"] == true).then_some(())
-    });
-    std::thread::sleep(Duration::from_millis(2500));
-    signal(promotion.id(), "INT");
-    let output = promotion.wait_with_output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("it continues by itself"), "{said}");
-    assert!(said.contains("a point of first comes: it is at"), "{said}");
-    // The same command waits again, for what goes on.
-    let again = Command::new(env!("CARGO_BIN_EXE_quoin"))
-        .args(["mirror", "promote", "db", "--force"])
-        .env("QUOIN_SOCKET", &second.admin_socket)
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn();
-    let mut again = again.unwrap();
-    std::thread::sleep(Duration::from_millis(1500));
-    assert!(again.try_wait().unwrap().is_none(), "it waits");
-    signal(again.id(), "INT");
-    let output = again.wait_with_output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("it continues by itself"), "{said}");
+    for _ in 0..2 {
+        let promote = ["mirror", "promote", "db", "--force"];
+        interrupt_once_it_says(second, &promote, "a point of first comes: it is at");
+        assert_eq!(status(second, "db")["takesOver"], true, "the same command waits again");
+    }
     // Its controller dies, and no command asks again.
     hold(&two.of_second(), "controller", true);
     hold(&two.of_second(), "controller", false);

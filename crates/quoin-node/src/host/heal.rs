@@ -522,18 +522,13 @@ fn own_mounts(
 /// the attach process may have made, as the former one may be gone and its number another's by now. Nothing is asked
 /// of the mount itself, whose server may be away.
 fn is_own(present: &Mount, access: &Access, device: Option<&Path>) -> bool {
-    let is_of_devices = || {
-        use std::os::unix::fs::MetadataExt;
-        let devices = std::fs::metadata("/dev").map(|found| found.dev());
-        devices.is_ok_and(|of| (libc::major(of), libc::minor(of)) == (present.major, present.minor))
-    };
     match access {
         Access::Mount { file_system, .. } => {
             let is_made_here = device.is_some_and(|device| is_of_device(present, device))
                 || present.source.starts_with("/dev/loop");
             present.fs_type == file_system.name() && is_made_here
         }
-        Access::Block => is_of_devices(),
+        Access::Block => device::is_of_nodes(present),
     }
 }
 

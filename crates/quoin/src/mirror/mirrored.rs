@@ -305,24 +305,27 @@ async fn promoted(
     let of = request.of.as_ref().map(|of| of.any.clone()).unwrap_or_default();
     let began = Instant::now();
     loop {
-        let status = match cluster.call_mirror(request.clone()).await {
-            Ok(answer) => return Ok(answer.into_inner().mirror.unwrap_or_default()),
-            Err(status) => status,
-        };
-        let passes = matches!(status.code(), Code::Aborted | Code::Unavailable);
-        let seen = if passes { get(cluster, &of).await? } else { return Err(refusal(status)) };
-        if seen.takes_over {
+        // A take-over that is asked for already is followed from the start, not waited for in silence.
+        if get(cluster, &of).await?.takes_over {
             let awaited = |mirror| Awaited::of(Goal::TakeOver, mirror);
-            let poll = async || get(cluster, &of).await.map(awaited);
-            pace::follow(awaited(seen), client, poll).await?;
+            let mut poll = async || get(cluster, &of).await.map(awaited);
+            pace::follow(poll().await?, client, poll).await?;
             // The role is there, or the answer says why it is not.
             let unforced = CallMirrorRequest { force: false, ..request.clone() };
             return call(unforced, cluster, client).await;
         }
-        if began.elapsed() >= HEARD_WITHIN || status.code() == Code::Unavailable {
-            return call(request.clone(), cluster, client).await;
+        let status = match cluster.call_mirror(request.clone()).await {
+            Ok(answer) => return Ok(answer.into_inner().mirror.unwrap_or_default()),
+            Err(status) => status,
+        };
+        match status.code() {
+            Code::Aborted if began.elapsed() < HEARD_WITHIN => tokio::time::sleep(AGAIN).await,
+            Code::Aborted | Code::Unavailable if !get(cluster, &of).await?.takes_over => {
+                return call(request.clone(), cluster, client).await;
+            }
+            Code::Aborted | Code::Unavailable => {}
+            _ => return Err(refusal(status)),
         }
-        tokio::time::sleep(AGAIN).await;
     }
 }
 
