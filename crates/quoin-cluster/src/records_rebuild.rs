@@ -33,8 +33,8 @@ use quoin_types::{
 };
 
 use crate::records::{
-    Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
-    VolumePhase, VolumeRecord,
+    ANY_NODE, Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Spec,
+    Text, VolumePhase, VolumeRecord,
 };
 
 /// Epochs that are left out after a record was made from pools: one may have been granted that no
@@ -692,6 +692,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let is_own = own == Some((record.epoch(), record.opened.incarnation.0));
     if !is_own && !mutant::is("holder-kept-over-a-recovery") {
         record.grants.holder.clear();
+        record.grants.former.insert(ANY_NODE.to_owned(), record.opened.epoch.saturating_sub(1));
         record.used.doubt();
     }
     let behind = evidence.record.is_none_or(|r| r.opened.epoch < record.opened.epoch);

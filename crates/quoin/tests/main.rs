@@ -25,6 +25,7 @@ mod differing;
 mod disaster_recovery;
 mod encryption;
 mod failing_disks;
+mod fences;
 mod figures;
 mod floods;
 mod full;

@@ -22,14 +22,14 @@ const NODE_TIMEOUT: Duration = Duration::from_secs(6);
 const LEASE: Duration = Duration::from_millis(2500);
 
 /// A host with a target.
-struct Host {
-    name: &'static str,
-    place: Place,
-    run: String,
+pub struct Host {
+    pub name: &'static str,
+    pub place: Place,
+    pub run: String,
 }
 
 impl Host {
-    fn start(cluster: &mut Cluster, place: Place, name: &'static str) -> Self {
+    pub fn start(cluster: &mut Cluster, place: Place, name: &'static str, flags: &[&str]) -> Self {
         let (state, run) =
             (cluster.path(&format!("{name}-state")), cluster.path(&format!("{name}-run")));
         let token = cluster.token("node");
@@ -37,6 +37,7 @@ impl Host {
         let words = [
             &["target", "--join", &token, "--state", &state, "--run", &run][..],
             &["--name", name, "--controller", &controller],
+            flags,
         ];
         let words = words.concat().iter().map(ToString::to_string).collect();
         cluster.run(&place, name, words);
@@ -55,7 +56,7 @@ impl Host {
     }
 
     /// Attaches a volume here and returns the socket of its service.
-    fn attached(&self, cluster: &Cluster, volume: &str, flags: &[&str]) -> PathBuf {
+    pub fn attached(&self, cluster: &Cluster, volume: &str, flags: &[&str]) -> PathBuf {
         let output = self.attach(cluster, volume, flags);
         let printed = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{printed}");
@@ -85,15 +86,15 @@ impl Host {
 
 /// Program that uses a volume by a socket, as the attach process does: it holds its IO and sends it
 /// again.
-struct User(Client);
+pub struct User(Client);
 
 impl User {
-    fn of(socket: &Path) -> Self {
+    pub fn of(socket: &Path) -> Self {
         let options = ClientOptions::new(Address::Unix(socket.to_owned()));
         Self(eventually("the volume is served", || Client::connect(options.clone()).ok()))
     }
 
-    fn begin(&self, operation: Operation) -> mpsc::Receiver<Result<Payload, RequestError>> {
+    pub fn begin(&self, operation: Operation) -> mpsc::Receiver<Result<Payload, RequestError>> {
         let (done, answer) = mpsc::channel();
         self.0.submit(operation, Box::new(move |result| drop(done.send(result))));
         answer
@@ -169,7 +170,7 @@ fn cluster(name: &str, network: &Network, hosts: &[&'static str]) -> (Cluster, V
     let hosts = hosts
         .iter()
         .enumerate()
-        .map(|(index, &host)| Host::start(&mut cluster, network.place(index + 2), host));
+        .map(|(index, &host)| Host::start(&mut cluster, network.place(index + 2), host, &[]));
     let hosts = hosts.collect();
     cluster.wait_for_pools(3);
     cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);

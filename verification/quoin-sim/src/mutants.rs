@@ -85,6 +85,7 @@ pub const ALL: &[Defect] = &[
     core("fenced-node-granted", Swarm::Control),
     core("one-promise-is-enough-for-a-fence", Swarm::Control),
     core("fence-holds-before-the-lease-is-over", Swarm::Control),
+    core("former-holders-forgotten", Swarm::Control),
     core("one-pool-rules-over-others", Swarm::Control),
     core("numbers-of-one-pool-believed", Swarm::Control),
     core("holder-kept-over-a-recovery", Swarm::Control),

@@ -69,7 +69,7 @@ pub fn acquire(
         volume.used.begin_anew(volume.opened.epoch, before);
     }
     volume.opened.incarnation = Text(asked.incarnation);
-    asked.node.clone_into(&mut volume.grants.holder);
+    volume.grants.hand_over(&asked.node, before);
     volume.forget_retired();
     Ok(Ok(()))
 }

@@ -20,9 +20,14 @@ pub fn fence(volume: &mut VolumeRecord, at_once: bool, term: Term) -> Result<(),
     if !is_granted && !may_lack_grants && (volume.opened.epoch == 0 || !at_once) {
         return Ok(());
     }
+    let is_over = !is_granted && !may_lack_grants && volume.grants.ended >= volume.opened.epoch;
     use_up_epoch(volume, Epoch::ZERO, term)?;
     volume.opened.incarnation = Text::default();
     (volume.grants.fenced, volume.grants.fenced_at_once) = (volume.opened.epoch, at_once);
+    if is_over {
+        // Nothing was granted since the last fence, which holds.
+        volume.grants.end_below(volume.opened.epoch);
+    }
     Ok(())
 }
 

@@ -8,7 +8,7 @@
 //! | a target swaps the membership, also where it did so already | [`epochs::swap`] |
 //! | grants are taken back: a record does so | [`grants::fence`]; whose and when: [`fencing`], and after each change [`change::complete`] |
 //! | grants are taken back: each pool refuses them once it has its orders | `Replica::fence` (`quoin-replication/src/replica/fence.rs`) |
-//! | nothing is granted to a node in a fenced block, and a fence holds | [`network_fences::of_node`], [`network_fences::check_cut`] |
+//! | nothing is granted to a node in a fenced block, and a fence holds | [`network_fences::of_node`], [`network_fences::check_ended`] |
 //! | a node attaches a volume, alone or beside others | [`attachment::attach`], [`sharing::check_beside`] |
 //! | a node detaches; a volume is taken from a node that is lost | [`attachment::detach`], [`attachment::take_over`] |
 //! | a node counts as lost | [`liveness::check_silent`] |

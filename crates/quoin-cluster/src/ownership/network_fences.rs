@@ -3,7 +3,9 @@
 //! A fence is a record. Its nodes are granted nothing from then on, and their grants are taken back at
 //! once. That it holds is known of a volume once as many of its pools as a target needs have said for the
 //! time of a lease that they promised the fence's epoch: sessions below it are over there, and a target
-//! without one of those pools acknowledges nothing. Replicas are no writers, and stay in service.
+//! without one of those pools acknowledges nothing. The same word is needed of volumes that went to other
+//! nodes before: a record names the nodes whose sessions may live on ([`servers`]) until it is known that
+//! they do not. Replicas are no writers, and stay in service.
 
 use std::time::Duration;
 
@@ -13,7 +15,7 @@ use quoin_types::{Epoch, Term, Time, mutant};
 use crate::Refusal;
 use crate::ownership::fencing;
 use crate::ownership::grants::fence;
-use crate::records::{Block, FenceRecord, NodeRecord, ReplicaRecord, VolumeRecord};
+use crate::records::{ANY_NODE, Block, FenceRecord, NodeRecord, ReplicaRecord, VolumeRecord};
 
 /// Most blocks that are fenced at once.
 pub const FENCES_MAX: usize = 1024;
@@ -67,7 +69,8 @@ pub fn check_node<'a>(
 pub fn is_due(volume: &VolumeRecord, node: &str) -> bool {
     let is_lent = volume.opened.owner.as_deref() == Some(node) && volume.attachments.is_empty();
     let is_held = fencing::concerns(volume, node) && volume.opened.epoch != 0;
-    is_lent || is_held && (volume.is_granted() || !volume.grants.fenced_at_once)
+    let may_close = || !volume.grants.fenced_at_once && last_epoch(volume, |n| n == node).is_some();
+    is_lent || is_held && (volume.is_granted() || may_close())
 }
 
 /// Takes back the grants of a node in a fenced block.
@@ -97,39 +100,75 @@ pub fn cut(volume: &mut VolumeRecord, term: Term) -> Result<(), Refusal> {
     }
 }
 
-/// The node that may be a volume's writer, by its last grant; `None`: no target has opened it.
-pub fn holder(volume: &VolumeRecord) -> Option<&str> {
-    let named = Some(volume.grants.holder.as_str()).filter(|holder| !holder.is_empty());
-    let holder = named.or(volume.opened.owner.as_deref());
-    holder.filter(|_| volume.phase.is_kept() && volume.opened.epoch != 0)
+/// The nodes whose targets may acknowledge something of a volume, each with the last epoch under which it
+/// may; [`ANY_NODE`]: others too.
+pub fn servers(volume: &VolumeRecord) -> impl Iterator<Item = (&str, u64)> {
+    let (grants, epoch) = (&volume.grants, volume.opened.epoch);
+    let is_opened = volume.phase.is_kept() && epoch != 0;
+    // The epoch of a fence was granted to no node.
+    let last = if volume.is_granted() { epoch } else { epoch.saturating_sub(1) };
+    let holder = Some(grants.holder.as_str()).filter(|holder| !holder.is_empty());
+    // Recovered records do not say which node holds the epoch.
+    let unknown = holder.is_none().then_some(ANY_NODE);
+    let holder = holder.or(volume.opened.owner.as_deref());
+    let former = grants.former.iter().map(|(node, last)| (node.as_str(), *last));
+    let all = holder.into_iter().chain(unknown).map(move |node| (node, last)).chain(former);
+    all.filter(move |(_, last)| is_opened && *last >= grants.ended)
 }
 
-/// Checks that no target which had a volume when its nodes were fenced acknowledges anything any more.
-/// `word`: the promise of the pool of a replica, where it is heard of.
+/// The last epoch under which targets of these nodes may acknowledge something of a volume; `None`: they
+/// acknowledge nothing.
+pub fn last_epoch(volume: &VolumeRecord, is_meant: impl Fn(&str) -> bool) -> Option<u64> {
+    let meant = servers(volume).filter(|(node, _)| *node == ANY_NODE || is_meant(node));
+    meant.map(|(_, last)| last).max()
+}
+
+/// How long sessions last without their target's cooperation.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Longest lease of a target.
+    pub lease: Duration,
+    /// Longest time for a session to be closed whose grant was taken back, and not at once.
+    pub closing: Duration,
+}
+
+/// The last epoch below the present grant under which something may still be acknowledged.
+pub fn last_former_epoch(volume: &VolumeRecord) -> Option<u64> {
+    let all = servers(volume).map(|(_, last)| last);
+    all.filter(|last| !volume.is_granted() || *last < volume.opened.epoch).max()
+}
+
+/// Checks that nothing is acknowledged any more under this epoch and earlier ones: as many of the pools as a
+/// target needs to open the volume have promised a later one for long enough. `word`: the promise of the
+/// pool of a replica, where it is heard of. Returns what they have promised.
 ///
 /// # Errors
 /// Says which pools are waited for.
-pub fn check_cut(
+pub fn check_ended(
     volume: &VolumeRecord,
+    last: u64,
     word: impl Fn(&ReplicaRecord) -> Option<Promised>,
-    lease: Duration,
+    bounds: Bounds,
     now: Time,
-) -> Result<(), String> {
+) -> Result<Epoch, String> {
     let name = &volume.spec.name;
-    if volume.opened.epoch == 0 {
-        return Ok(());
-    }
-    if is_closing(volume) {
+    if last >= volume.opened.epoch {
         return Err(format!("the grant of volume {name} is not taken back yet"));
     }
     // Sessions end at once with such a fence, and with the next one that is opened.
-    let fence = match volume.grants.fenced_at_once {
+    let fence = match volume.grants.fenced_at_once && volume.grants.fenced > last {
         true => Epoch(volume.grants.fenced),
         false => volume.epoch(),
     };
     let needed = match mutant::is("one-promise-is-enough-for-a-fence") {
         true => 1,
         false => usize::from(open_quorum(volume.membership.rf, volume.membership.cf)),
+    };
+    // Answers of the pool from before may still be on their way to the target. A session that may be
+    // closed in its time has that time at the pool; clocks of hosts differ.
+    let lasts = match is_closing(volume) {
+        true => 2 * bounds.closing + bounds.lease,
+        false => bounds.lease,
     };
     let known = volume.replicas.iter().filter(|replica| volume.is_known(replica));
     let (mut promised, mut over, mut missing) = (0, 0, Vec::new());
@@ -138,14 +177,13 @@ pub fn check_cut(
             None => missing.push(replica.pool.as_str()),
             Some(word) => {
                 promised += 1;
-                // Answers of the pool from before may still be on their way to the target.
-                let is_over = word.is_silent || now.since(word.since) >= lease;
+                let is_over = word.is_silent || now.since(word.since) >= lasts;
                 over += usize::from(is_over || mutant::is("fence-holds-before-the-lease-is-over"));
             }
         }
     }
     if over >= needed {
-        return Ok(());
+        return Ok(fence);
     }
     Err(match promised >= needed {
         true => format!("the lease on volume {name} is not over yet"),
@@ -155,6 +193,14 @@ pub fn check_cut(
             missing.join(", pool ")
         ),
     })
+}
+
+/// Returns true if as many pools as a target needs to serve a volume say that no lease of one lives.
+/// `word`: that of the pool of a replica.
+pub fn is_silent(volume: &VolumeRecord, word: impl Fn(&ReplicaRecord) -> Option<Promised>) -> bool {
+    let known = volume.replicas.iter().filter(|replica| volume.is_known(replica));
+    let silent = known.filter(|replica| word(replica).is_some_and(|word| word.is_silent)).count();
+    silent >= usize::from(open_quorum(volume.membership.rf, volume.membership.cf))
 }
 
 #[cfg(test)]
@@ -208,7 +254,8 @@ mod tests {
         assert_eq!(of_node(&fences, &moved), "2001:db8::7/128".parse().ok());
     }
 
-    const LEASE: Duration = Duration::from_secs(2);
+    const BOUNDS: Bounds =
+        Bounds { lease: Duration::from_secs(2), closing: Duration::from_secs(30) };
 
     fn fenced_volume() -> VolumeRecord {
         let mut volume = crate::records::recorded::volume();
@@ -263,9 +310,9 @@ mod tests {
                 let (epoch, ms) = words.get(at)?;
                 Some(Promised { epoch: Epoch(*epoch), since: ago(*ms), is_silent: false })
             };
-            check_cut(&volume, word, LEASE, now)
+            check_ended(&volume, 7, word, BOUNDS, now)
         };
-        assert_eq!(checked(&[(8, 2000), (9, 5000)]), Ok(()), "two of three, or later ones");
+        assert_eq!(checked(&[(8, 2000), (9, 5000)]), Ok(Epoch(8)), "two of three, or later ones");
         let words = checked(&[(8, 60_000), (7, 60_000), (0, 60_000)]).unwrap_err();
         assert!(words.contains(&format!("pool {}, pool {}", known[1], known[2])), "{words}");
         assert!(checked(&[(8, 60_000)]).is_err(), "the others are not heard of");
@@ -274,29 +321,127 @@ mod tests {
         assert!(checked(&[]).is_err());
     }
 
-    #[test]
-    fn a_session_that_may_be_closed_in_its_time_is_no_end_of_it_before_another_one_is_opened() {
-        let mut volume = fenced_volume();
-        let promised = |epoch| {
-            move |_: &ReplicaRecord| {
-                let (since, is_silent) = (Time::from_millis(59_999), true);
-                Some(Promised { epoch: Epoch(epoch), since, is_silent })
-            }
+    /// The word of all pools, for so long.
+    fn word(epoch: u64, ms: u64, is_silent: bool) -> impl Fn(&ReplicaRecord) -> Option<Promised> {
+        let since = Time::from_millis(3_600_000) - Duration::from_millis(ms);
+        move |_| Some(Promised { epoch: Epoch(epoch), since, is_silent })
+    }
+
+    fn ended(
+        volume: &VolumeRecord,
+        last: u64,
+        word: impl Fn(&ReplicaRecord) -> Option<Promised>,
+    ) -> Result<u64, String> {
+        let now = Time::from_millis(3_600_000);
+        check_ended(volume, last, word, BOUNDS, now).map(|epoch| epoch.0)
+    }
+
+    fn named(volume: &VolumeRecord) -> Vec<(&str, u64)> {
+        servers(volume).collect()
+    }
+
+    fn acquired(volume: &mut VolumeRecord, node: &str) {
+        volume.opened.owner = Some(node.to_owned());
+        let asked = crate::ownership::epochs::Acquire {
+            node: node.to_owned(),
+            incarnation: Incarnation(11),
+            at_least: Epoch(0),
         };
-        let now = Time::from_millis(60_000);
+        crate::ownership::epochs::acquire(volume, &asked, Term::default()).unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_session_that_may_be_closed_in_its_time_ends_when_pools_hear_none_or_that_time_is_over() {
+        let mut volume = fenced_volume();
         volume.grants.fenced_at_once = false;
-        let words = check_cut(&volume, promised(8), LEASE, now).unwrap_err();
-        assert!(words.contains("taken back"), "{words}");
+        assert!(is_closing(&volume));
+        assert_eq!(last_epoch(&volume, |node| node == "h1"), Some(7));
+        assert!(ended(&volume, 7, word(8, 61_000, false)).unwrap_err().contains("lease"));
+        assert_eq!(ended(&volume, 7, word(8, 62_000, false)), Ok(8));
+        assert_eq!(ended(&volume, 7, word(8, 0, true)), Ok(8));
         let mut cut_now = volume.clone();
         cut(&mut cut_now, Term::default()).unwrap();
-        assert!(check_cut(&cut_now, promised(8), LEASE, now).is_err());
-        assert_eq!(check_cut(&cut_now, promised(9), LEASE, now), Ok(()));
-        // Another node was granted it meanwhile, and opens it.
-        (volume.opened.epoch, volume.grants.holder) = (9, "h2".to_owned());
-        assert!(check_cut(&volume, promised(8), LEASE, now).is_err());
-        assert_eq!(check_cut(&volume, promised(9), LEASE, now), Ok(()));
-        assert_eq!(holder(&volume), Some("h2"));
+        assert!(ended(&cut_now, 7, word(8, 62_000, true)).is_err(), "it is another fence");
+        assert_eq!(ended(&cut_now, 7, word(9, 2000, false)), Ok(9));
+    }
+
+    #[test]
+    fn a_node_that_had_a_volume_may_serve_it_until_a_quorum_has_promised_a_later_epoch() {
+        crate::break_a_rule();
+        let mut volume = fenced_volume();
+        volume.grants.fenced_at_once = false;
+        assert_eq!(named(&volume), [("h1", 7)]);
+        acquired(&mut volume, "h2");
+        assert_eq!((volume.opened.epoch, named(&volume)), (9, vec![("h2", 9), ("h1", 7)]));
+        assert_eq!(last_former_epoch(&volume), Some(7));
+        // The target of h2 has opened nothing yet: the session of h1 may be closed in its time.
+        assert!(ended(&volume, 7, word(8, 60_000, true)).is_err());
+        assert!(ended(&volume, 9, word(9, 60_000, true)).is_err(), "h2 is not fenced");
+        acquired(&mut volume, "h3");
+        assert_eq!(named(&volume), [("h3", 10), ("h1", 7), ("h2", 9)]);
+        volume.grants.end_below(9);
+        assert_eq!(named(&volume), [("h3", 10), ("h2", 9)]);
+        assert_eq!(ended(&volume, 9, word(10, 2000, false)), Ok(10));
+        volume.grants.end_below(10);
+        assert_eq!(named(&volume), [("h3", 10)]);
+        assert_eq!((last_former_epoch(&volume), last_epoch(&volume, |n| n == "h1")), (None, None));
+        // A fence that cuts needs no word on the grants that came after it.
+        take_back(&mut volume, "h3", Term::default()).unwrap();
+        acquired(&mut volume, "h1");
+        assert_eq!(named(&volume), [("h1", 12), ("h3", 10)]);
+        assert_eq!(ended(&volume, 10, word(11, 2000, false)), Ok(11));
+        volume.grants.end_below(11);
+        assert_eq!(named(&volume), [("h1", 12)]);
+        take_back(&mut volume, "h1", Term::default()).unwrap();
+        volume.grants.end_below(13);
+        assert_eq!(named(&volume), []);
+        cut(&mut volume, Term::default()).unwrap();
+        crate::ownership::grants::fence(&mut volume, true, Term::default()).unwrap();
+        assert_eq!((volume.opened.epoch, named(&volume)), (14, vec![]), "another fence of nobody");
+        acquired(&mut volume, "h2");
+        assert_eq!(named(&volume), [("h2", 15)], "the session of h1 is over");
+        acquired(&mut volume, "h2");
+        assert_eq!(named(&volume), [("h2", 16)], "it has it again");
         volume.opened.epoch = 0;
-        assert_eq!((holder(&volume), check_cut(&volume, promised(0), LEASE, now)), (None, Ok(())));
+        assert_eq!(named(&volume), [], "never opened");
+    }
+
+    #[test]
+    fn any_node_may_serve_a_volume_whose_record_was_recovered_or_had_more_nodes_than_are_kept() {
+        let mut volume = fenced_volume();
+        (volume.grants.fenced, volume.grants.fenced_at_once) = (0, false);
+        volume.grants.holder.clear();
+        assert_eq!(named(&volume), [("h1", 8), (ANY_NODE, 8)]);
+        assert_eq!(last_epoch(&volume, |node| node == "h7"), Some(8));
+        acquired(&mut volume, "h2");
+        assert_eq!(named(&volume), [("h2", 9), (ANY_NODE, 8)]);
+        let mut volume = fenced_volume();
+        for node in 0..200 {
+            acquired(&mut volume, &format!("n{node}"));
+        }
+        assert!(last_epoch(&volume, |node| node == "n0").is_some());
+        assert!(volume.grants.former.len() <= 64);
+        volume.phase = crate::records::VolumePhase::Deleting;
+        assert_eq!(last_epoch(&volume, |node| node == "n0"), None);
+    }
+
+    #[test]
+    fn no_lease_lives_where_as_many_pools_as_a_target_needs_say_so() {
+        let mut volume = fenced_volume();
+        (volume.membership.rf, volume.membership.cf) = (3, 2);
+        let known = |volume: &VolumeRecord| {
+            let known = volume.replicas.iter().filter(|replica| volume.is_known(replica));
+            known.map(|replica| replica.pool.clone()).collect::<Vec<_>>()
+        };
+        let pools = known(&volume);
+        let silent = |count: usize| {
+            let word = |replica: &ReplicaRecord| {
+                let is_silent = pools[..count].contains(&replica.pool);
+                Some(Promised { epoch: Epoch(1), since: Time::from_millis(1), is_silent })
+            };
+            is_silent(&volume, word)
+        };
+        assert!(!silent(1) && silent(2) && silent(3));
+        assert!(!is_silent(&volume, |_| None));
     }
 }

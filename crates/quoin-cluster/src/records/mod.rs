@@ -43,7 +43,7 @@ pub use attachment::{AttachmentRecord, Replay, Sharing};
 pub use concerned::{Concerned, Nodes};
 pub use event::EventRecord;
 pub use fence::{Block, FenceRecord, NoBlock};
-pub use grants::Grants;
+pub use grants::{ANY_NODE, Grants};
 pub use group::{GroupIndex, GroupMember, GroupPhase, GroupRecord};
 pub use member::{MemberOfCluster, TokenRecord};
 pub use membership::{MemberRecord, MembershipRecord};

@@ -168,7 +168,11 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
     assert_eq!(written.opened.owner.as_deref(), Some("n1"));
     let expected = VolumeRecord {
         opened: Opened { owner: Some("n1".into()), epoch: 6, incarnation: Text(Incarnation(4)) },
-        grants: Grants { epochs_skipped: EPOCHS_SKIPPED, ..told.grants.clone() },
+        grants: Grants {
+            epochs_skipped: EPOCHS_SKIPPED,
+            former: [(ANY_NODE.to_owned(), 5)].into(),
+            ..told.grants.clone()
+        },
         generation: 10,
         ..told
     };

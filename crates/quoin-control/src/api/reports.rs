@@ -444,7 +444,7 @@ impl Reports {
             observed.node_lives(&report.node);
             let seen = observed.nodes.get_mut(&report.node);
             seen.is_some_and(|seen| {
-                seen.fences_digest = report.fences_digest;
+                seen.fences_digest = Some(report.fences_digest);
                 let is_news = seen.share_address != *address;
                 seen.share_address.clone_from(address);
                 is_news

@@ -122,7 +122,7 @@ impl Lifecycle {
             current
         };
         self.announce_health(&current);
-        Ok(())
+        self.fences.former(&current).await
     }
 
     fn announce(&self, volume: &VolumeRecord, news: News) {

@@ -124,8 +124,8 @@ pub struct NodeSeen {
     pub devices: Option<DevicesSeen>,
     /// Where other nodes reach the volumes that its target serves; empty: nowhere.
     pub share_address: String,
-    /// Digest of the fences that its target has carried out; 0: of none.
-    pub fences_digest: u64,
+    /// Digest of the fences that its target has carried out; 0: of none. `None`: its target has not reported.
+    pub fences_digest: Option<u64>,
 }
 
 /// All devices of a node at one moment.
@@ -290,7 +290,7 @@ impl Observed {
             leaving: false,
             devices: None,
             share_address: String::new(),
-            fences_digest: 0,
+            fences_digest: None,
         });
     }
 

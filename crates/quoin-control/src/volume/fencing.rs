@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use quoin_cluster::ownership::fencing;
+use quoin_cluster::ownership::{fencing, network_fences};
 use quoin_cluster::records::VolumeRecord;
 use quoin_types::VolumeId;
 
 use crate::Error;
 use crate::state::State;
+use crate::volume::hearing::check_ended;
 
 /// Takes grants back.
 pub struct Fences {
@@ -52,6 +53,18 @@ impl Fences {
         let term = self.state.term();
         let fence = |volume: &mut VolumeRecord| Ok(fencing::stale(volume, node, term)?);
         self.change_if_there(id, fence).await
+    }
+
+    /// Takes down that nothing is acknowledged any more under former grants of a volume, once its pools have
+    /// promised so: from then on it counts without them.
+    pub(crate) async fn former(&self, volume: &VolumeRecord) -> Result<(), Error> {
+        let Some(last) = network_fences::last_former_epoch(volume) else { return Ok(()) };
+        let Ok(ended) = check_ended(&self.state, volume, last) else { return Ok(()) };
+        let end = |volume: &mut VolumeRecord| {
+            volume.grants.end_below(ended.0);
+            Ok(())
+        };
+        self.change_if_there(volume.id.0, end).await
     }
 
     async fn change_if_there(

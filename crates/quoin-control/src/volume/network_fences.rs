@@ -1,33 +1,34 @@
 //! Requests to fence blocks of addresses, and to lift fences ([`network_fences`]).
 //!
 //! A fence is answered once it holds: the targets of its nodes acknowledge nothing, by the word of the
-//! pools, and the other targets have turned its clients away, by their own word.
+//! pools, and the other targets have turned its clients away, by their own word. One that does not
+//! answer is cut by the pools too: it would go on under its grant when it is back, before it hears of the
+//! fence.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control as api;
-use quoin_cluster::ownership::liveness::Hearing;
-use quoin_cluster::ownership::network_fences::{self, FENCES_MAX, Promised};
-use quoin_cluster::records::{
-    Block, FenceRecord, NodeRecord, Record, ReplicaRecord, Text, VolumeRecord,
-};
-use quoin_replication::replica::LEASE_MS;
+use quoin_cluster::ownership::fencing;
+use quoin_cluster::ownership::network_fences::{self, FENCES_MAX};
+use quoin_cluster::records::{Block, FenceRecord, NodeRecord, Record, Text, VolumeRecord};
 use quoin_types::VolumeId;
 use tokio::time::Instant;
 
 use crate::Error;
 use crate::state::State;
 use crate::state::events::{Object, Severity};
-use crate::time::{self, now_ms, timestamp};
-use crate::volume::hearing::check_silent;
+use crate::time::{now_ms, timestamp};
+use crate::volume::hearing;
 
 /// Longest wait of one call for a fence to hold; a repeat waits on.
 const HOLDS_WITHIN: Duration = Duration::from_secs(8);
 /// Between two looks, beside those at what changed.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-const LEASE: Duration = Duration::from_millis(LEASE_MS as u64);
+/// Silence after which a target that has not turned the fenced clients away is cut; two of its reports are
+/// missing by then.
+const AWAY_AFTER: Duration = Duration::from_secs(5);
 
 /// Fences and lifts fences.
 pub struct NetworkFences {
@@ -176,13 +177,19 @@ impl NetworkFences {
         Ok(())
     }
 
-    /// Volumes that these nodes may write at present.
+    /// Volumes of which these nodes have something, or their targets may acknowledge something.
     fn volumes_of(&self, nodes: &BTreeSet<String>) -> BTreeSet<Text<VolumeId>> {
-        let mut volumes = BTreeSet::new();
-        for node in nodes {
-            let held = self.state.volumes.indexed(|index| index.of_holder(node));
-            let used = self.state.volumes_of_node(node);
-            volumes.extend(held.iter().chain(&used).map(|volume| volume.id));
+        let mut volumes: BTreeSet<_> = nodes
+            .iter()
+            .flat_map(|node| self.state.volumes_of_node(node))
+            .map(|volume| volume.id)
+            .collect();
+        if !nodes.is_empty() {
+            let all = self.state.volumes.list();
+            let served = all.iter().filter(|volume| {
+                network_fences::last_epoch(volume, |node| nodes.contains(node)).is_some()
+            });
+            volumes.extend(served.map(|volume| volume.id));
         }
         volumes
     }
@@ -202,9 +209,9 @@ impl NetworkFences {
         self.take_back(&nodes).await?;
         let listed: BTreeSet<_> = fences.iter().flat_map(|fence| fence.volumes.clone()).collect();
         for id in listed {
-            self.cut(id.0).await?;
+            self.cut(id.0, &nodes).await?;
         }
-        self.others_turn_away().await
+        self.others_turn_away(&nodes).await
     }
 
     /// Takes back what the nodes were granted.
@@ -226,58 +233,99 @@ impl NetworkFences {
         Ok(())
     }
 
-    /// Checks that nothing is acknowledged any more by targets that had a volume when it was fenced.
-    async fn cut(&self, id: VolumeId) -> Result<(), Error> {
-        let Some(volume) = self.state.volumes.get(&id.to_string()) else { return Ok(()) };
-        let Some(holder) = network_fences::holder(&volume) else { return Ok(()) };
-        if volume.is_granted() && self.state.is_fenced(holder) {
-            let name = &volume.spec.name;
-            return Err(Error::Busy(format!("the grant of volume {name} is not taken back yet")));
-        }
-        if network_fences::is_closing(&volume) {
-            let term = self.state.term();
-            let change = |volume: &mut VolumeRecord| Ok(network_fences::cut(volume, term)?);
-            drop(self.state.update_volume(id, change).await?);
-        }
-        let Some(volume) = self.state.volumes.get(&id.to_string()) else { return Ok(()) };
-        let checked = {
-            let observed = self.state.observed();
-            let word = |replica: &ReplicaRecord| {
-                let pool = observed.heard_pool(&replica.pool, self.state.settings.offline_after)?;
-                let seen = pool.replicas.get(&replica.guid.0)?;
-                let is_silent = matches!(seen.hearing, Hearing::Silent(_));
-                Some(Promised { epoch: seen.promised, since: seen.promised_since, is_silent })
+    /// Checks that targets of these nodes acknowledge nothing of a volume any more.
+    async fn cut(&self, id: VolumeId, nodes: &BTreeSet<String>) -> Result<(), Error> {
+        let term = self.state.term();
+        for is_cut in [false, true] {
+            let Some(volume) = self.state.volumes.get(&id.to_string()) else { return Ok(()) };
+            let last = network_fences::last_epoch(&volume, |node| nodes.contains(node));
+            let Some(last) = last else { return Ok(()) };
+            let why = match hearing::check_ended(&self.state, &volume, last) {
+                Ok(_) => return Ok(()),
+                Err(why) => why,
             };
-            network_fences::check_cut(&volume, word, LEASE, time::now())
-        };
-        checked.map_err(Error::Busy)
+            if is_cut || !network_fences::is_closing(&volume) {
+                return Err(Error::Busy(why));
+            }
+            let change = |volume: &mut VolumeRecord| Ok(network_fences::cut(volume, term)?);
+            match self.state.update_volume(id, change).await {
+                Ok(_) | Err(Error::NotFound { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Checks that each target that may serve clients over the network has turned the fenced clients
-    /// away.
-    async fn others_turn_away(&self) -> Result<(), Error> {
+    /// away, or acknowledges nothing any more. `fenced`: nodes whose own targets are cut.
+    async fn others_turn_away(&self, fenced: &BTreeSet<String>) -> Result<(), Error> {
         let digest = self.state.fences_digest();
-        let mut asked = BTreeSet::new();
         for volume in self.state.volumes.list() {
-            let Some(node) = network_fences::holder(&volume).filter(|_| volume.is_granted()) else {
-                continue;
-            };
-            if self.state.is_fenced(node) || !asked.insert(node.to_owned()) {
-                continue;
+            let servers: BTreeSet<String> =
+                network_fences::servers(&volume).map(|(node, _)| node.to_owned()).collect();
+            for node in servers {
+                if !fenced.contains(&node) && self.may_let_in(&volume, &node, digest) {
+                    self.silence(volume.id.0, &node).await?;
+                }
             }
-            let has_turned_away = {
-                let observed = self.state.observed();
-                observed.nodes.get(node).is_some_and(|seen| seen.fences_digest == digest)
+        }
+        Ok(())
+    }
+
+    /// Returns true if a target of the node may serve the volume to clients over the network which it has not
+    /// turned away.
+    fn may_let_in(&self, volume: &VolumeRecord, node: &str, digest: u64) -> bool {
+        let observed = self.state.observed();
+        // A node that is not known by name may be any that has not said so.
+        let Some(seen) = observed.nodes.get(node) else { return true };
+        match seen.fences_digest {
+            Some(carried_out) if carried_out == digest => false,
+            Some(_) => !seen.share_address.is_empty() || volume.attachments.len() > 1,
+            None => true,
+        }
+    }
+
+    /// Has a target acknowledge nothing of a volume any more, if it is away: it is granted nothing anew before
+    /// it has turned the fenced clients away.
+    async fn silence(&self, id: VolumeId, node: &str) -> Result<(), Error> {
+        let term = self.state.term();
+        for is_cut in [false, true] {
+            let Some(volume) = self.state.volumes.get(&id.to_string()) else { return Ok(()) };
+            let Some(last) = network_fences::last_epoch(&volume, |server| server == node) else {
+                return Ok(());
             };
-            if !has_turned_away && check_silent(&self.state, &volume, node).is_err() {
+            if hearing::check_ended(&self.state, &volume, last).is_ok() {
+                return Ok(());
+            }
+            let is_cuttable = volume.is_granted() || network_fences::is_closing(&volume);
+            if is_cut || !is_cuttable || !self.is_away(&volume, node) {
                 return Err(Error::Busy(format!(
                     "node {node}, which serves volume {}, has not said yet that it turned away the \
                      fenced clients",
                     volume.spec.name
                 )));
             }
+            let change = |volume: &mut VolumeRecord| {
+                fencing::of_node(volume, node, false, term)?;
+                Ok(network_fences::cut(volume, term)?)
+            };
+            match self.state.update_volume(id, change).await {
+                Ok(_) | Err(Error::NotFound { .. }) => {}
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
+    }
+
+    /// Returns true if neither the controller nor a quorum of the pools hears the target: nobody's IO goes on
+    /// there, so that nobody is disturbed where it is cut.
+    fn is_away(&self, volume: &VolumeRecord, node: &str) -> bool {
+        let is_heard = {
+            let observed = self.state.observed();
+            let last = observed.nodes.get(node).map_or(observed.started, |seen| seen.last);
+            last.elapsed() < AWAY_AFTER
+        };
+        !is_heard && hearing::is_silent(&self.state, volume)
     }
 }
 

@@ -528,6 +528,10 @@ impl Cluster {
 }
 
 pub async fn open(store: &Arc<Memory>, offline_after: Duration) -> Result<Controller, Error> {
+    open_on(store.clone(), offline_after).await
+}
+
+pub async fn open_on(store: Arc<dyn Store>, offline_after: Duration) -> Result<Controller, Error> {
     let (identity, authority) = pki();
     let settings = Settings {
         defaults: quoin_control::spec::Defaults { replicas: 3, spread: Spread::Host },
@@ -541,5 +545,5 @@ pub async fn open(store: &Arc<Memory>, offline_after: Duration) -> Result<Contro
         rebalance_at: quoin_control::policy::RebalanceAt::DEFAULT,
         replicas_max: 5,
     };
-    Controller::open(store.clone(), identity, authority, settings).await
+    Controller::open(store, identity, authority, settings).await
 }

@@ -1,11 +1,14 @@
 //! Blocks of addresses are fenced: nodes in them write nothing any more, whether or not they answer.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::{NodeReport, TargetReport};
+use futures::future::join_all;
+use quoin_api::control::{NodeReport, TargetReport, VolumeRef, VolumeSpec};
 use quoin_cluster::records::Sharing;
+use quoin_control::store::Embedded;
 use quoin_control::{Error, Publish};
-use quoin_types::{Epoch, Incarnation};
+use quoin_types::{Epoch, Incarnation, VolumeId};
 use tonic::Code;
 
 use crate::cluster::*;
@@ -23,6 +26,7 @@ impl Cluster {
         let report = TargetReport {
             node: node.into(),
             addresses: words(addresses),
+            share_address: addresses.first().map_or(String::new(), |ip| format!("{ip}:7403")),
             fences_digest: told.map_or(0, |fences| fences.digest),
             ..TargetReport::default()
         };
@@ -32,6 +36,17 @@ impl Cluster {
     async fn pools_report(&mut self) {
         for pool in self.pools.iter_mut().filter(|pool| pool.online) {
             pool.obey(&self.controller);
+            self.controller.reports.pool(&pool.report()).await.unwrap();
+        }
+    }
+
+    /// The pools report that they have promised this epoch of a volume.
+    async fn pools_promise(&mut self, name: &str, epoch: u64) {
+        let volume = self.volume(name);
+        for pool in &mut self.pools {
+            for replica in &volume.replicas {
+                pool.promised.insert(replica.guid.0.to_string(), epoch);
+            }
             self.controller.reports.pool(&pool.report()).await.unwrap();
         }
     }
@@ -95,7 +110,7 @@ async fn a_fence_holds_once_a_quorum_has_promised_it_for_a_lease_and_until_then_
     let took = began.elapsed();
     assert!(took >= Duration::from_millis(1900), "the lease was not waited for: {took:?}");
     assert!(took < Duration::from_secs(4), "{took:?}");
-    assert_eq!(cluster.volume("db").grants, fence, "a repeat takes nothing back");
+    assert_eq!(cluster.volume("db").grants.fenced, fence.fenced, "a repeat takes nothing back");
     let began = tokio::time::Instant::now();
     cluster.fence(&[BLOCK]).await.unwrap();
     assert!(began.elapsed() < Duration::from_millis(100));
@@ -209,6 +224,85 @@ async fn a_block_without_a_node_is_fenced_once_each_target_says_that_it_turned_i
     assert!(cluster.controller.assignments.of_node("n1").fences.is_none());
 }
 
+/// Proves ADDONS-FENCE-05 of the records: of a volume that went to another node before the fence.
+#[tokio::test]
+async fn a_fence_waits_for_the_end_of_what_its_node_had_before_others_and_for_no_other_volume() {
+    let mut cluster = opened().await;
+    cluster.create("unrelated").await;
+    cluster.attach("unrelated", "n2").await.unwrap();
+    cluster.open_volume(cluster.volume("unrelated").id.0, "n2", 5).await;
+    // The volume goes to n2, and no pool has heard of that yet.
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.attach("db", "n2").await.unwrap();
+    let epoch = cluster.acquire("n2").await.unwrap();
+    assert_eq!(cluster.volume("db").grants.former.keys().collect::<Vec<_>>(), ["n1"]);
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.pools_promise("unrelated", 0).await;
+    cluster.pools_promise("db", epoch.0 - 1).await;
+    let _ = cluster.fence(&[BLOCK]).await;
+    cluster.target_reports("n2", &["192.0.2.2"]).await;
+    let refused = cluster.fence(&[BLOCK]).await.unwrap_err();
+    assert!(refused.to_string().contains("pools of volume db"), "{refused}");
+    assert_eq!(cluster.volume("db").opened.epoch, epoch.0, "n2 has it, and is not disturbed");
+    cluster.pools_promise("db", epoch.0).await;
+    cluster.fence(&[BLOCK]).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_volume_that_was_closed_before_delays_no_fence_when_its_pools_are_away_later() {
+    let mut cluster = opened().await;
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.settle().await.unwrap();
+    let closed = cluster.volume("db");
+    assert!(!closed.is_granted() && closed.grants.ended == closed.opened.epoch, "{closed:?}");
+    cluster.restart().await;
+    cluster.target_reports("n1", &["192.0.2.1"]).await;
+    cluster.fence(&[BLOCK]).await.unwrap();
+}
+
+/// A target that is stopped would go on under its grant, before it hears of the fence.
+#[tokio::test]
+async fn a_target_that_does_not_answer_is_cut_before_a_fence_of_its_clients_holds() {
+    let mut cluster = opened().await;
+    let publish = |node: &str| Publish {
+        node: node.into(),
+        sharing: Sharing::MultiWriter,
+        ..Publish::default()
+    };
+    let attachments = &cluster.controller.volumes.attachments;
+    attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    for node in ["n2", "n1"] {
+        attachments.publish(by_name("db").as_ref(), &publish(node)).await.unwrap();
+    }
+    let id = cluster.volume("db").id.0;
+    cluster.target_reports("n2", &["192.0.2.2"]).await;
+    let epoch = cluster.open_volume(id, "n2", 11).await;
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.pools_promise("db", epoch.0).await;
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = false);
+    let granted = cluster.volume("db").opened.epoch;
+    let refused = cluster.fence(&[BLOCK]).await.unwrap_err();
+    assert!(refused.to_string().contains("node n2"), "{refused}");
+    assert_eq!(cluster.volume("db").opened.epoch, granted, "it may hear of it in a moment");
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    cluster.pools_promise("db", epoch.0).await;
+    assert!(cluster.fence(&[BLOCK]).await.is_err());
+    assert_eq!(cluster.volume("db").opened.epoch, granted, "no pool says that it is silent");
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.pools_report().await;
+    assert!(cluster.fence(&[BLOCK]).await.is_err());
+    let cut = cluster.volume("db");
+    assert!(cut.grants.fenced_at_once && !cut.is_granted() && cut.opened.epoch > granted);
+    assert_eq!(cut.opened.owner.as_deref(), Some("n2"), "it keeps the volume");
+    cluster.pools_report().await;
+    cluster.fence(&[BLOCK]).await.unwrap();
+    let behind =
+        cluster.controller.volumes.epochs.acquire_behind(0, id, "n2", Incarnation(12), Epoch(0));
+    assert_eq!(behind.await.unwrap_err().code(), Code::Unavailable);
+    assert!(cluster.acquire("n2").await.is_ok(), "after it has turned n1 away");
+}
+
 #[tokio::test]
 async fn a_volume_that_a_fenced_node_serves_for_others_goes_to_another_node_that_has_it() {
     let mut cluster = opened().await;
@@ -265,4 +359,76 @@ async fn a_node_that_comes_to_a_fenced_address_is_fenced_with_what_it_has() {
     let shown = shown.iter().find(|node| node.name == "n1").unwrap();
     assert_eq!(shown.host_addresses, ["192.0.2.1", "203.0.113.9"]);
     assert_eq!(shown.fenced_by, block);
+}
+
+/// With the records on a disk, where each commit is synced.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_with_a_thousand_volumes_is_fenced_within_ten_seconds() {
+    const VOLUMES: usize = 1000;
+    let directory = tempfile::tempdir().unwrap();
+    let store = Embedded::open(&directory.path().join("state.db")).unwrap();
+    let controller = open_on(Arc::new(store), Duration::from_secs(3600)).await.unwrap();
+    let (controller, mut pools) = (Arc::new(controller), pools(1..=3));
+    let report = TargetReport {
+        node: "n1".into(),
+        addresses: words(&["192.0.2.1"]),
+        ..TargetReport::default()
+    };
+    controller.reports.target(&report).await.unwrap();
+    let settle = async |pools: &mut Vec<SimPool>| {
+        for _ in 0..3 {
+            for pool in pools.iter_mut() {
+                pool.obey(&controller);
+                controller.reports.pool(&pool.report()).await.unwrap();
+            }
+        }
+    };
+    settle(&mut pools).await;
+    let each = |number: usize| {
+        let controller = controller.clone();
+        async move {
+            let spec = VolumeSpec {
+                name: format!("v{number}"),
+                size_bytes: 1 << 20,
+                ..VolumeSpec::default()
+            };
+            controller.volumes.catalog.create(&spec, 0).await.unwrap().id.0
+        }
+    };
+    let ids = join_all((0..VOLUMES).map(each)).await;
+    settle(&mut pools).await;
+    let each = |id: VolumeId| {
+        let controller = controller.clone();
+        async move {
+            let reference = Some(VolumeRef { id: id.to_string(), name: String::new() });
+            let publish = Publish { node: "n1".into(), ..Publish::default() };
+            let attachments = &controller.volumes.attachments;
+            attachments.publish(reference.as_ref(), &publish).await.unwrap();
+            let epochs = &controller.volumes.epochs;
+            epochs.acquire(id, "n1", Incarnation(7), Epoch(0)).await.unwrap().unwrap();
+        }
+    };
+    join_all(ids.into_iter().map(each)).await;
+    settle(&mut pools).await;
+
+    let began = tokio::time::Instant::now();
+    let fencing = {
+        let controller = controller.clone();
+        tokio::spawn(async move {
+            loop {
+                match controller.volumes.network_fences.add(&words(&[BLOCK])).await {
+                    Ok(()) => return began.elapsed(),
+                    Err(refused) => assert_eq!(refused.code(), Code::Unavailable, "{refused}"),
+                }
+            }
+        })
+    };
+    // The pools hear of their orders, and report what they promised.
+    while !fencing.is_finished() {
+        settle(&mut pools).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let took = fencing.await.unwrap();
+    println!("{VOLUMES} volumes of a node are fenced after {took:?}");
+    assert!(took <= Duration::from_secs(10), "{took:?}");
 }

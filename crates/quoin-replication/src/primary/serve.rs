@@ -254,6 +254,11 @@ impl Primary {
         self.commit.lease_until(&self.members.peers, self.config.lease_ms)
     }
 
+    /// Returns true if a reply may leave at this time. A driver asks again where it took long over one.
+    pub fn holds_lease(&self, now: Time) -> bool {
+        self.lease_until().is_some_and(|until| now < until)
+    }
+
     /// Sends replies. No reply of any kind leaves without a live lease, and none while commit is
     /// not held.
     fn release(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
@@ -261,8 +266,7 @@ impl Primary {
         if !self.replies_wait() || !held || self.is_closing() {
             return;
         }
-        let lapsed = self.lease_until().is_none_or(|until| now >= until);
-        if lapsed && !mutant::is("reply-without-a-lease") {
+        if !self.holds_lease(now) && !mutant::is("reply-without-a-lease") {
             return;
         }
         quorum::assert_answerable(

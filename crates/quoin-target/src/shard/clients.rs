@@ -31,6 +31,9 @@ const SEND_BUFFER_BYTES: usize = 2 << 20;
 /// not read from, and the others are given one request at a time.
 const HELD_MAX: usize = 256 << 20;
 
+/// Time between the test of a lease and the writing of an answer after which the lease is tested again.
+const ANSWERS_LATE: Duration = Duration::from_millis(10);
+
 /// Bytes that all clients of a shard hold, and the clients that wait for space.
 #[derive(Default)]
 pub(super) struct Crowd {
@@ -566,6 +569,12 @@ impl Shard {
     }
 
     pub(super) fn write_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.sources.slots.get(&key) else { return };
+        if client.has_output() && self.is_late(client.volume) {
+            // It sends its requests again.
+            tracing::info!("answers came too late, after a pause of this process");
+            return self.client_lost(key);
+        }
         let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) else { return };
         if client.has_output()
             && let Err(error) = client.flush()
@@ -595,6 +604,14 @@ impl Shard {
                 tracing::warn!(%error, "cannot watch a client");
             }
         }
+    }
+
+    /// Returns true if this process was stopped since it tested the leases of the answers that it is about
+    /// to write, and the volume's is over: another target may have acknowledged other things meanwhile.
+    fn is_late(&self, id: VolumeId) -> bool {
+        let now = now();
+        now.since(self.answers_at) >= ANSWERS_LATE
+            && self.volumes.get(&id).is_some_and(|volume| !volume.target.holds_lease(now))
     }
 
     pub(super) fn reply(&mut self, id: VolumeId, mut reply: Reply) {

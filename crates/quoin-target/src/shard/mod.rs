@@ -343,6 +343,8 @@ pub struct Shard {
     keeps_leases: bool,
     /// Latencies are counted from the begin of a round to that of another, which costs no clock.
     round: Round,
+    /// Time at which the leases of the answers that are written now were tested.
+    answers_at: Time,
 }
 
 impl Shard {
@@ -374,6 +376,7 @@ impl Shard {
             stopping: false,
             keeps_leases: false,
             round: Round::begin(now()),
+            answers_at: now(),
         };
         Ok((shard, handle))
     }
@@ -741,6 +744,7 @@ impl Shard {
         // Writing may take further requests, which touch their volume again.
         while !self.unfinished.volumes.is_empty() || !self.unfinished.clients.is_empty() {
             let now = self.now();
+            self.answers_at = now;
             while let Some(id) = self.unfinished.volumes.pop() {
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.touched = false;
