@@ -94,6 +94,14 @@ impl AttachClient {
         }
     }
 
+    /// Removes what was made for a volume and belongs to no attachment of it.
+    pub async fn sweep(&self, volume: &str) -> Result<(), Error> {
+        match self.call(&Request::Sweep { volume: volume.to_owned() }).await? {
+            Response::Ended { .. } => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
     pub async fn usage(&self) -> Result<Vec<Usage>, Error> {
         match self.call(&Request::Usage {}).await? {
             Response::Usage(usage) => Ok(usage),

@@ -20,6 +20,7 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use crate::fuse::mount;
 use crate::loopdev::LoopDevice;
 
 /// Limit of a file name.
@@ -54,6 +55,68 @@ struct Content {
     /// Devices of volumes that are attached no more, still there as programs had them open.
     #[serde(default)]
     spent: Vec<CreatedDevice>,
+}
+
+/// Kind of what is made for a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MadeKind {
+    Device,
+    /// FUSE file below a device.
+    File,
+    Link,
+}
+
+/// What an attach process has made for a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Made {
+    pub volume: String,
+    pub kind: MadeKind,
+    pub path: PathBuf,
+    /// A mount or a program has it, as far as the kernel shows that without an open of it.
+    pub is_used: bool,
+}
+
+/// Returns what the attach process with this directory has made and not removed, as the kernel has it
+/// now: by its record and by the table of mounts. Nothing of a volume is waited for.
+#[must_use]
+pub fn made_in(own: &Path) -> Vec<Made> {
+    let created = Created::open(own, Path::new("/"));
+    let content = created.lock();
+    let mut found = Vec::new();
+    for one in &content.devices {
+        let device = LoopDevice::of(one.path.clone(), Some(one.sequence));
+        if device.backing_file().is_some() && device.is_current() {
+            found.push(one.made(device.is_held()));
+        }
+    }
+    for one in &content.spent {
+        // A number that was bound again is another's; one that is bound still waits for its last user.
+        let device = LoopDevice::of(one.path.clone(), Some(one.sequence));
+        let is_bound = device.backing_file().is_some();
+        if device.is_current() || !is_bound && device.exists() {
+            found.push(one.made(is_bound));
+        }
+    }
+    for CreatedLink { volume, link, device } in &content.links {
+        if points_to(link, device) {
+            let (volume, path) = (volume.clone(), link.clone());
+            found.push(Made { volume, kind: MadeKind::Link, path, is_used: false });
+        }
+    }
+    let mounts = own.join("volumes");
+    let mounts = mounts.canonicalize().unwrap_or(mounts);
+    for path in mount::mounts_under(&mounts).unwrap_or_default() {
+        let volume = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        found.push(Made { volume, kind: MadeKind::File, path, is_used: false });
+    }
+    found
+}
+
+impl CreatedDevice {
+    fn made(&self, is_used: bool) -> Made {
+        let (volume, path) = (self.volume.clone(), self.path.clone());
+        Made { volume, kind: MadeKind::Device, path, is_used }
+    }
 }
 
 /// The record, written to disk with every change.
@@ -134,6 +197,22 @@ impl Created {
         if let Err(error) = self.write(&content) {
             tracing::warn!(file = %self.file.display(), %error, "cannot be written");
         }
+    }
+
+    /// Removes devices of ended attachments that no program has open any more.
+    pub(super) fn remove_spent(&self) {
+        let mut content = self.lock();
+        remove_spent(&mut content);
+        if let Err(error) = self.write(&content) {
+            tracing::warn!(file = %self.file.display(), %error, "cannot be written");
+        }
+    }
+
+    /// Returns the recorded device of a volume that has no attachment, if the kernel has it still.
+    pub(super) fn device_of(&self, volume: &str) -> Option<LoopDevice> {
+        let content = self.lock();
+        let created = content.devices.iter().find(|created| created.volume == volume)?;
+        Some(LoopDevice::of(created.path.clone(), Some(created.sequence)))
     }
 
     /// Removes what is left of volumes that are not among `attached`.

@@ -213,6 +213,7 @@ impl Daemon {
             Request::End { volume } => self.end(volume).await.map(|did| Response::Ended { did }),
             Request::ServedElsewhere(served) => self.served_elsewhere(served).await,
             Request::Detached(detached) => self.detached(detached),
+            Request::Sweep { volume } => self.sweep(volume).await,
             Request::Usage {} => Ok(Response::Usage(self.usage().await)),
         };
         result.unwrap_or_else(|error| Response::Error {
@@ -341,6 +342,31 @@ impl Daemon {
             // Behind the answer: a device that is being used may take a moment to say so.
             tokio::spawn(async move { this.remove_detached(volume, asked).await });
         }
+        Ok(Response::Ended { did: Vec::new() })
+    }
+
+    /// Removes what was made for a volume and belongs to no attachment of it: what an attachment that failed
+    /// half-way left, and devices that their last user has closed since.
+    async fn sweep(&self, volume: String) -> Result<Response, Error> {
+        check_name(&volume)?;
+        let Host { mounts, created, .. } = self.host.clone();
+        let named = volume.clone();
+        self.with_slot(volume, move |slot| {
+            if slot.is_some() {
+                created.remove_spent();
+                return Ok(());
+            }
+            let path = mounts.join(&named);
+            if let Some(device) = created.device_of(&named)
+                && device.is_bound_to(&path)
+            {
+                device.release()?;
+            }
+            mount::unmount(&path).map_err(|source| Error::Io { doing: "unmount", path, source })?;
+            created.remove(&named);
+            Ok(())
+        })
+        .await?;
         Ok(Response::Ended { did: Vec::new() })
     }
 

@@ -44,7 +44,7 @@ use std::time::Duration;
 
 pub use abort::served_elsewhere;
 pub use client::AttachClient;
-pub use created::file_name;
+pub use created::{Made, MadeKind, file_name, made_in};
 pub use daemon::run;
 pub use metrics::Metrics;
 

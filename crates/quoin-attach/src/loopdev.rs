@@ -153,7 +153,13 @@ impl LoopDevice {
         self.is_current() && self.backing_file().as_deref() == Some(file)
     }
 
-    fn is_current(&self) -> bool {
+    /// Returns true if the kernel has a device of this number, whatever it is bound to.
+    pub fn exists(&self) -> bool {
+        self.path.file_name().is_some_and(|name| sysfs(Path::new(name)).exists())
+    }
+
+    /// Returns true if this is the present binding of the device.
+    pub fn is_current(&self) -> bool {
         self.sequence.is_none() || self.sequence == sequence_of(&self.path)
     }
 

@@ -47,6 +47,10 @@ pub enum Request {
     ServedElsewhere(ServedElsewhere),
     /// The volume is not attached to this host any more.
     Detached(DetachedHere),
+    /// Removes what was made for a volume and belongs to no attachment of it.
+    Sweep {
+        volume: String,
+    },
     /// Requests the attached volumes, and whether they are used.
     Usage {},
 }

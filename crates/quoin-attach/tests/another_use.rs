@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::daemon::{Bound, Daemon, SIZE, asked, blocking, have_requirements, sh};
 use quoin_attach::loopdev::LoopDevice;
 use quoin_attach::protocol::{Kind, ServedElsewhere};
-use quoin_attach::{AttachClient, Error, Options, run};
+use quoin_attach::{AttachClient, Error, Options, made_in, run};
 use quoin_testkit::nbd_server::{Server, ServerOptions, volume};
 use quoin_testkit::{attempts_while_processes_start, have};
 use tokio::sync::watch;
@@ -170,6 +170,15 @@ async fn a_device_in_use_is_ended_by_force_and_the_actions_are_reported() {
     blocking(move || sh(&format!("umount {}", at.display()))).await;
     while bound.is_left() {
         tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    // The kernel's device of that number is left, with what the kernel keeps by it.
+    let made = || made_in(&daemon.directory);
+    let left = made();
+    assert!(left.iter().all(|one| one.volume == "17" && !one.is_used), "{left:?}");
+    daemon.client.sweep("17").await.unwrap();
+    assert_eq!(made(), []);
+    for one in left {
+        assert!(!one.path.exists() || Bound::of_any(&one.path), "{one:?} is left");
     }
     daemon.stop().await.unwrap();
 }

@@ -98,6 +98,11 @@ impl Bound {
         Self(device, file)
     }
 
+    /// Returns whether a device is bound to any file: another program may have been given its number.
+    pub fn of_any(device: &Path) -> bool {
+        LoopDevice::at(device.to_owned()).backing_file().is_some()
+    }
+
     pub fn is_left(&self) -> bool {
         self.0.backing_file().is_some_and(|file| file == self.1)
     }

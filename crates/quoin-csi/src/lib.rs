@@ -27,6 +27,7 @@ mod group_controller;
 mod health;
 mod identity;
 mod in_flight;
+mod left;
 mod limits;
 mod metadata;
 mod metrics;

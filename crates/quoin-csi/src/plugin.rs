@@ -31,6 +31,7 @@ use crate::group_controller::GroupService;
 use crate::health::Pools;
 use crate::identity::IdentityService;
 use crate::in_flight::{Guard, InFlight};
+use crate::left::Left;
 use crate::metadata::MetadataService;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
@@ -153,6 +154,7 @@ struct Inner {
     pools: Pools,
     controller_calls: InFlight,
     node_calls: InFlight,
+    left: Left,
 }
 
 impl Plugin {
@@ -186,6 +188,7 @@ impl Plugin {
             pools: Pools::default(),
             controller_calls: InFlight::default(),
             node_calls: InFlight::default(),
+            left: Left::default(),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -271,6 +274,17 @@ impl Plugin {
     pub(crate) async fn begin_on_node(&self, volume_id: &str) -> Result<Guard, Status> {
         let subject = Subject { what: "volume", key: volume_id.to_owned() };
         self.begin_in(&self.inner.node_calls, subject).await
+    }
+
+    /// Same as [`Self::begin_on_node`]; `None`: a call works on it.
+    pub(crate) fn try_begin_on_node(&self, volume_id: &str) -> Option<Guard> {
+        let subject = Subject { what: "volume", key: volume_id.to_owned() };
+        self.inner.node_calls.begin(&subject).ok()
+    }
+
+    /// Mounts that stay of volumes that the records have here no more.
+    pub(crate) fn left(&self) -> &Left {
+        &self.inner.left
     }
 
     async fn begin_in(&self, calls: &InFlight, subject: Subject) -> Result<Guard, Status> {

@@ -52,6 +52,8 @@ pub struct Options {
     pub run_directory: PathBuf,
     /// Socket of the attach process.
     pub attach_socket: PathBuf,
+    /// Files by which volumes are attached at boot; only read here.
+    pub at_boot_directory: PathBuf,
     /// Most volumes that may be attached here; 0: the orchestrator decides.
     pub volumes_max: u32,
     /// The operator's segments, keys under `quoin.io/`.
@@ -90,6 +92,7 @@ impl Options {
             mode: Mode::ALL,
             driver_name: crate::DRIVER_NAME.to_owned(),
             attach_socket: run_directory.join("attach").join("attach.sock"),
+            at_boot_directory: "/etc/quoin/volumes".into(),
             run_directory,
             volumes_max: 0,
             topology: BTreeMap::new(),
@@ -195,7 +198,8 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     let mut heartbeat = tokio::spawn(keep_reporting(
         channel,
         report,
-        DeviceReports::of(&options.attach_socket),
+        DeviceReports::of(&options.attach_socket)
+            .with_host(plugin.node().map(|node| node.host.clone()), &options.at_boot_directory),
         plugin.clone(),
         options.metrics,
         shutdown.clone(),
@@ -242,8 +246,11 @@ async fn keep_reporting(
         request.set_timeout(REPORT_EVERY * 2);
         let outcome = client.report_node(request).await;
         if let Ok(answer) = &outcome {
-            let ended = devices.follow(reported.as_ref(), answer.get_ref()).await;
-            metrics.health.replace("volume ", ended);
+            let learned = plugin.learn_of(reported.as_ref(), reports).await;
+            let followed = devices.follow(reported.as_ref(), answer.get_ref(), learned).await;
+            let mut left = followed.left;
+            left.extend(plugin.take_down_left(followed.to_take_down));
+            metrics.health.replace("volume ", left);
         }
         let problem = |status: &tonic::Status| format!("out of reach ({})", status.message());
         metrics.record_report(outcome.as_ref().err().map(problem));

@@ -47,6 +47,23 @@ pub fn major_minor(device: &Path) -> Option<(u32, u32)> {
     number(device).map(|number| (libc::major(number), libc::minor(number)))
 }
 
+/// Returns major and minor of a block device node and of its partitions.
+#[must_use]
+pub fn numbers_with_partitions(device: &Path) -> Vec<(u32, u32)> {
+    let Some((major, minor)) = major_minor(device) else { return Vec::new() };
+    let entries = std::fs::read_dir(format!("/sys/dev/block/{major}:{minor}"));
+    let partitions = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+    let number = |partition: std::path::PathBuf| {
+        let text = std::fs::read_to_string(partition.join("dev")).ok()?;
+        let (major, minor) = text.trim().split_once(':')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    };
+    let is_partition = |path: &std::path::PathBuf| path.join("partition").exists();
+    std::iter::once((major, minor))
+        .chain(partitions.filter(is_partition).filter_map(number))
+        .collect()
+}
+
 /// Returns true if a file system on the device is mounted, in any table of mounts, or a device mapper
 /// or a swap holds it: no tool that is meant for an unmounted device may run on it.
 ///

@@ -1,22 +1,30 @@
 //! The devices of this host as its node reports them: their volumes, and whether they are in use. The
 //! controller's answer says what the records have of them, and this host follows: a device of a
-//! volume that is detached or deleted goes, or fails its IO; one that is too small grows.
+//! volume that is detached or deleted goes, or fails its IO; one that is too small grows; and whatever
+//! else was made here for a volume and belongs to nothing any more goes too, or is named.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_attach::protocol::{DetachedHere, ServedElsewhere, Usage};
-use quoin_attach::{AttachClient, Error, holder};
+use quoin_attach::{AttachClient, Error, MadeKind, holder};
 
 use quoin_api::control::{DeviceReport, ReportAnswer};
 
+use crate::host::NodeHost;
+use crate::reconcile::{self, Attachment, Kind, Piece, Standing, Step, Table, Word};
 use crate::{device, mountinfo};
 
 /// Longest wait for the attach process. One that takes longer is busy with its devices.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 /// Most mounts that are listed of each device.
 const MOUNTS_MAX: usize = 4;
+/// Most files of volumes at boot that are read, and the longest one.
+const AT_BOOT_MAX: usize = 4096;
+const AT_BOOT_BYTES_MAX: u64 = 64 << 10;
 
 /// One device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,10 +46,22 @@ pub struct DeviceUse {
     asked: u64,
 }
 
-/// The devices of one report, to which an answer refers.
+/// The devices of one report, to which an answer refers, and all else that Quoin has made on this host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reported {
     devices: BTreeMap<String, DeviceUse>,
+    pieces: Vec<Piece>,
+    /// The attach process has answered, so that what it does not name belongs to no attachment.
+    is_attach_there: bool,
+}
+
+/// What is left to do after an answer was followed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Followed {
+    /// Volumes of which something is left here that should not be, and what.
+    pub left: Vec<(String, String)>,
+    /// Volumes whose mounts at recorded paths are to be taken away.
+    pub to_take_down: Vec<String>,
 }
 
 impl Reported {
@@ -50,35 +70,98 @@ impl Reported {
     pub fn reports(&self) -> Vec<DeviceReport> {
         self.devices.values().cloned().map(DeviceReport::from).collect()
     }
+
+    /// Returns the volumes of which something is here and no device, so that no answer to a report speaks of
+    /// them.
+    #[must_use]
+    pub fn unspoken(&self) -> Vec<String> {
+        let is_asked = |piece: &&Piece| matches!(piece.kind, Kind::Staged | Kind::AtBoot);
+        let volumes = self.pieces.iter().filter(is_asked).map(|piece| &piece.volume);
+        let volumes: BTreeSet<_> = volumes.filter(|one| !self.devices.contains_key(*one)).collect();
+        volumes.into_iter().cloned().collect()
+    }
+
+    fn table(&self, answer: &ReportAnswer, learned: BTreeMap<String, Word>) -> Table {
+        let attachments = self.devices.iter().map(|(volume, device)| {
+            let attachment = Attachment {
+                device: device.device.clone(),
+                asked: device.asked,
+                in_use: device.in_use,
+                is_dead: !device.dead.is_empty(),
+                size_bytes: device.size_bytes,
+            };
+            (volume.clone(), attachment)
+        });
+        let mut words = learned;
+        // Whatever an answer does not name is attached here.
+        for volume in self.devices.keys() {
+            let standing = Standing::Here { size_bytes: 0 };
+            words.insert(volume.clone(), Word { standing, ..Word::default() });
+        }
+        for size in &answer.sizes {
+            if let Some(word) = words.get_mut(&size.volume_id) {
+                word.standing = Standing::Here { size_bytes: size.size_bytes };
+            }
+        }
+        for detached in &answer.detached {
+            let Some(word) = words.get_mut(&detached.volume_id) else { continue };
+            let is_deleted = detached.name.is_empty();
+            word.standing = if is_deleted { Standing::Deleted } else { Standing::NotHere };
+            word.name.clone_from(&detached.name);
+        }
+        for served in &answer.served_elsewhere {
+            let Some(word) = words.get_mut(&served.volume_id) else { continue };
+            word.name.clone_from(&served.name);
+            word.served_elsewhere = Some((served.node.clone(), served.since_epoch));
+        }
+        Table {
+            pieces: self.pieces.clone(),
+            attachments: self.is_attach_there.then(|| attachments.collect()),
+            words,
+        }
+    }
 }
 
-/// Client that asks the attach process of this host for its devices.
-#[derive(Debug, Clone)]
+/// Client that asks the attach process of this host for its devices, and the kernel for all that was made
+/// there.
+#[derive(Clone)]
 pub struct DeviceReports {
     client: AttachClient,
-    holder: PathBuf,
+    directory: PathBuf,
+    /// Node whose records name mounts.
+    host: Option<Arc<NodeHost>>,
+    /// Directory of the files by which volumes are attached at boot.
+    at_boot: Option<PathBuf>,
 }
 
 impl DeviceReports {
     /// Asks the attach process behind this socket, which may start later.
     #[must_use]
     pub fn of(attach_socket: &Path) -> Self {
-        let holder = attach_socket.with_file_name("holder.sock");
-        Self { client: AttachClient::new(attach_socket), holder }
+        let directory = attach_socket.parent().unwrap_or(Path::new("/")).to_owned();
+        Self { client: AttachClient::new(attach_socket), directory, host: None, at_boot: None }
     }
 
-    async fn query(&self) -> Option<Vec<DeviceUse>> {
+    /// Returns the same, with the mounts of a node and the volumes that are attached at boot.
+    #[must_use]
+    pub fn with_host(self, host: Option<Arc<NodeHost>>, at_boot: &Path) -> Self {
+        Self { host, at_boot: Some(at_boot.to_owned()), ..self }
+    }
+
+    /// Returns the devices, and whether the attach process named them.
+    async fn query(&self) -> Option<(Vec<DeviceUse>, bool)> {
         match tokio::time::timeout(ANSWER_MAX, self.client.usage()).await {
             Ok(Ok(usage)) => {
                 // No mount is named where the table cannot be read.
                 let mounts = mountinfo::read().unwrap_or_default();
-                Some(usage.into_iter().map(|usage| with_mounts(usage, &mounts)).collect())
+                let named = usage.into_iter().map(|usage| with_mounts(usage, &mounts)).collect();
+                Some((named, true))
             }
             // The holder keeps these devices for the next process.
             Ok(Err(Error::Daemon { .. })) => {
-                let holder = self.holder.clone();
+                let holder = self.directory.join("holder.sock");
                 let held = tokio::task::spawn_blocking(move || holder::held_at(&holder)).await;
-                Some(held.ok()?.into_iter().map(held_device).collect())
+                Some((held.ok()?.into_iter().map(held_device).collect(), false))
             }
             // An older process does not know the request; one that hangs does not answer.
             Ok(Err(_)) | Err(_) => None,
@@ -87,54 +170,87 @@ impl DeviceReports {
 
     /// Returns all devices as they are now; `None`: unknown.
     pub async fn report(&self) -> Option<Reported> {
-        let devices = self.query().await?;
+        // Before the attach process is asked: what it makes meanwhile is then of one of its attachments.
+        let this = self.clone();
+        let pieces = tokio::task::spawn_blocking(move || this.pieces());
+        let pieces = tokio::time::timeout(ANSWER_MAX, pieces).await;
+        let (devices, is_attach_there) = self.query().await?;
+        let mut pieces = pieces.ok().and_then(Result::ok).unwrap_or_default();
+        for device in &devices {
+            pieces.extend(device.mounts.iter().map(|path| Piece {
+                volume: device.volume.clone(),
+                kind: Kind::Foreign,
+                path: path.clone(),
+                is_used: false,
+            }));
+        }
         let named = devices.into_iter().map(|device| (device.volume.clone(), device));
-        Some(Reported { devices: named.collect() })
+        Some(Reported { devices: named.collect(), pieces, is_attach_there })
     }
 
-    /// Follows what the controller answered to a report. All IO fails of devices whose volume another
-    /// node has used since: nothing of theirs may reach the volume any more. Those of volumes that are
-    /// not attached here any more are removed, or fail their IO; those that are too small grow. Returns
-    /// the volumes of which something is left here that should not be, and what.
+    fn pieces(&self) -> Vec<Piece> {
+        let made = quoin_attach::made_in(&self.directory).into_iter().map(|made| Piece {
+            volume: made.volume,
+            kind: match made.kind {
+                MadeKind::Device => Kind::Device,
+                MadeKind::File => Kind::File,
+                MadeKind::Link => Kind::Link,
+            },
+            path: made.path,
+            is_used: made.is_used,
+        });
+        let mut pieces: Vec<_> = made.collect();
+        let mounts = mountinfo::read().unwrap_or_default();
+        if let Some(host) = &self.host {
+            pieces.extend(host.staged_pieces(&mounts).unwrap_or_default());
+        }
+        pieces.extend(self.at_boot.iter().flat_map(|directory| at_boot(directory)));
+        pieces
+    }
+
+    /// Follows what the controller answered to a report, and what else was learned of volumes of which
+    /// something is here: [`reconcile::decide`] says how.
     pub async fn follow(
         &self,
         reported: Option<&Reported>,
         answer: &ReportAnswer,
-    ) -> Vec<(String, String)> {
-        let none = Reported::default();
-        let reported = &reported.unwrap_or(&none).devices;
-        let mut ended = Vec::new();
-        for served in &answer.served_elsewhere {
-            let (name, node, since) = (&served.name, &served.node, served.since_epoch);
-            self.served_elsewhere(&served.volume_id, name, node, since).await;
-            ended.push((name.clone(), quoin_attach::served_elsewhere(node, since)));
-        }
-        for detached in &answer.detached {
-            let Some(device) = reported.get(&detached.volume_id) else { continue };
-            let is_deleted = detached.name.is_empty();
-            let name = if is_deleted { &detached.volume_id } else { &detached.name };
-            let why = match is_deleted {
-                true => "its volume is deleted",
-                false => "its volume is not attached to this host any more",
-            };
-            if device.asked != 0 {
-                let why = why.to_owned();
-                let (volume, asked) = (detached.volume_id.clone(), device.asked);
-                let told = self.client.detached(DetachedHere { volume, asked, why });
-                self.tell(name, told).await;
+        learned: BTreeMap<String, Word>,
+    ) -> Followed {
+        let Some(reported) = reported else { return Followed::default() };
+        let table = reported.table(answer, learned);
+        let name_of = |volume: &String| {
+            let name = table.words.get(volume).map(|word| word.name.clone());
+            name.filter(|name| !name.is_empty()).unwrap_or_else(|| volume.clone())
+        };
+        let mut followed = Followed::default();
+        for step in reconcile::decide(&table) {
+            match step {
+                Step::FailEarlierUse { volume, node, since_epoch } => {
+                    let name = name_of(&volume);
+                    let served = ServedElsewhere { volume, name: name.clone(), node, since_epoch };
+                    self.tell(&name, self.client.served_elsewhere(served)).await;
+                }
+                Step::EndDevice { volume, asked, why } => {
+                    let name = name_of(&volume);
+                    let detached = DetachedHere { volume, asked, why: why.to_owned() };
+                    self.tell(&name, self.client.detached(detached)).await;
+                }
+                Step::Grow { volume, size_bytes } => {
+                    let resized = self.client.resize(&volume, size_bytes);
+                    self.tell(&volume, async { resized.await.map(drop) }).await;
+                }
+                Step::Sweep { volume } => self.tell(&volume, self.client.sweep(&volume)).await,
+                Step::TakeDown { volume, .. } => followed.to_take_down.push(volume),
+                Step::Name { volume, text } => {
+                    let name = name_of(&volume);
+                    match followed.left.iter_mut().find(|(told, _)| *told == name) {
+                        Some((_, told)) => *told = format!("{told}; {text}"),
+                        None => followed.left.push((name, text)),
+                    }
+                }
             }
-            let is_told = |(told, _): &(String, String)| told == name;
-            if device.in_use && !ended.iter().any(is_told) {
-                ended.push((name.clone(), left_over(device, why)));
-            }
         }
-        for size in &answer.sizes {
-            if reported.get(&size.volume_id).is_some_and(|device| device.dead.is_empty()) {
-                let resized = self.client.resize(&size.volume_id, size.size_bytes);
-                self.tell(&size.volume_id, async { resized.await.map(drop) }).await;
-            }
-        }
-        ended
+        followed
     }
 
     async fn tell(&self, volume: &str, told: impl Future<Output = Result<(), Error>>) {
@@ -142,29 +258,27 @@ impl DeviceReports {
             tracing::debug!(volume, %error, "the attach process does not follow yet; retrying");
         }
     }
-
-    async fn served_elsewhere(&self, volume: &str, name: &str, node: &str, since_epoch: u64) {
-        let served = ServedElsewhere {
-            volume: volume.to_owned(),
-            name: name.to_owned(),
-            node: node.to_owned(),
-            since_epoch,
-        };
-        self.tell(name, self.client.served_elsewhere(served)).await;
-    }
 }
 
-/// Text about a device whose volume is attached here no more, with the way out.
-fn left_over(device: &DeviceUse, why: &str) -> String {
-    let shown = device.device.display();
-    let way_out = match device.mounts.as_slice() {
-        [] => "end the programs that have it open".to_owned(),
-        mounts => {
-            let mounts: Vec<_> = mounts.iter().map(|mount| mount.display().to_string()).collect();
-            format!("end the users of {} and unmount it", mounts.join(" and "))
+/// Returns the files by which volumes are attached at boot.
+fn at_boot(directory: &Path) -> Vec<Piece> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let piece = |path: PathBuf| {
+        #[derive(serde::Deserialize)]
+        struct AtBoot {
+            id: String,
         }
+        let file = std::fs::File::open(&path).ok()?;
+        let mut text = Vec::new();
+        file.take(AT_BOOT_BYTES_MAX).read_to_end(&mut text).ok()?;
+        let AtBoot { id: volume } = serde_json::from_slice(&text).ok()?;
+        Some(Piece { volume, kind: Kind::AtBoot, path, is_used: false })
     };
-    format!("{shown} is still in use and {why}: {way_out}, and it goes by itself")
+    let paths = entries.map(|entry| entry.path()).take(AT_BOOT_MAX);
+    paths
+        .filter(|path| path.extension().is_some_and(|end| end == "json"))
+        .filter_map(piece)
+        .collect()
 }
 
 impl From<DeviceUse> for DeviceReport {
@@ -183,8 +297,8 @@ impl From<DeviceUse> for DeviceReport {
 }
 
 fn with_mounts(usage: Usage, mounts: &[mountinfo::Mount]) -> DeviceUse {
-    let number = device::major_minor(&usage.device);
-    let of_device = |mount: &&mountinfo::Mount| Some((mount.major, mount.minor)) == number;
+    let numbers = device::numbers_with_partitions(&usage.device);
+    let of_device = |mount: &&mountinfo::Mount| numbers.contains(&(mount.major, mount.minor));
     let points = mounts.iter().filter(of_device).map(|mount| mount.mount_point.clone());
     DeviceUse {
         mounts: points.take(MOUNTS_MAX).collect(),
@@ -220,7 +334,7 @@ mod tests {
     async fn without_attach_process_and_holder_there_are_no_devices() {
         let directory = tempfile::tempdir().unwrap();
         let devices = DeviceReports::of(&directory.path().join("attach.sock"));
-        assert_eq!(devices.query().await, Some(Vec::new()));
+        assert_eq!(devices.query().await, Some((Vec::new(), false)));
         assert_eq!(devices.report().await, Some(Reported::default()));
         // A process that hangs is not a process without devices.
         let _listener =

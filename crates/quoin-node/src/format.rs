@@ -271,10 +271,10 @@ pub async fn check(
     let how = OsStr::new(if thoroughly { "-fp" } else { "-p" });
     let outcome = tools.run(E2FSCK, &[how, device.as_os_str()], Mounts::Hidden).await?;
     match outcome.code {
-        // 1: repaired; 2: repaired, and a mounted root would need a reboot.
-        Some(0..=2) => Ok(()),
-        // 4: errors left. 8 and above: the check could not run (for example: device in use).
-        Some(4) => Err(Error::Damaged {
+        // A sum: 1 repaired; 2 repaired, and a mounted root would need a reboot; 4 errors left. 8 and above:
+        // the check could not run (for example: device in use).
+        Some(0..=3) => Ok(()),
+        Some(4..=7) => Err(Error::Damaged {
             volume: volume.to_owned(),
             tool: E2FSCK.name,
             device: device.to_owned(),

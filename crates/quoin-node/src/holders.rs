@@ -2,7 +2,7 @@
 //!
 //! A look changes nothing and waits for nothing: the attributes of an open file are those that the kernel
 //! has, and no server of a file system is asked. Processes of another PID namespace are not seen;
-//! the kernel refuses to unmount what they use.
+//! the kernel refuses to unmount what they use. All searches of this program for users are here.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 
 use crate::device_calls::DeviceThread;
-use crate::mountinfo;
+use crate::mountinfo::{self, Companions, Mount};
 
 /// Largest table of mounts that is read.
 const MOUNTS_BYTES_MAX: u64 = 16 << 20;
@@ -27,48 +27,125 @@ pub enum Use {
     Device { major: u32, minor: u32 },
 }
 
-/// Returns the first user that is found, in words. Processes of this program are none: those that
-/// serve the device hold it by themselves.
-pub fn user_of(_: &DeviceThread, searched: Use) -> Option<String> {
-    let own_program = program_of(Path::new("/proc/self"));
-    let mut tables = BTreeSet::from([std::fs::read_link("/proc/self/ns/mnt").unwrap_or_default()]);
-    for process in std::fs::read_dir("/proc").ok()?.flatten() {
-        let is_process = process.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit);
-        if !is_process {
-            continue;
-        }
-        let path = process.path();
-        let program = program_of(&path);
-        let is_own = program.is_some() && program == own_program;
-        // A thread of the kernel has no program, and no files.
-        if !is_own && has_open(&path, searched) {
-            return Some(format!("{} has it open", named(&path)));
-        }
-        if let Use::FileSystem { major, minor } = searched
-            && let Ok(table) = std::fs::read_link(path.join("ns/mnt"))
-            && tables.insert(table)
-            && is_mounted_for(&path, major, minor)
-        {
-            return Some(format!("{} has a mount of it of its own", named(&path)));
+/// A process, as the kernel's table lists it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    directory: PathBuf,
+}
+
+/// A table of mounts that is not this process's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OtherTable {
+    /// One of the processes that have it.
+    pub process: Process,
+    pub mounts: Vec<Mount>,
+}
+
+impl Process {
+    /// Returns all that there are.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        let is_process = |entry: &std::fs::DirEntry| {
+            entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit)
+        };
+        entries.filter(is_process).map(|entry| Self { directory: entry.path() })
+    }
+
+    /// Returns this process.
+    #[must_use]
+    pub fn own() -> Self {
+        Self { directory: "/proc/self".into() }
+    }
+
+    /// Returns where its root directory is reached.
+    #[must_use]
+    pub fn root(&self) -> PathBuf {
+        self.directory.join("root")
+    }
+
+    /// Returns whether it has a file open of what is searched for, or stands in it.
+    #[must_use]
+    pub fn has_open(&self, searched: Use) -> bool {
+        let files = std::fs::read_dir(self.directory.join("fd")).into_iter().flatten().flatten();
+        let links = ["cwd", "root", "exe"].map(|link| self.directory.join(link));
+        links.into_iter().chain(files.map(|file| file.path())).any(|file| is_use(&file, searched))
+    }
+
+    /// The path of its program. After an update the former one is deleted, and runs on. A thread of the
+    /// kernel has none, and no files.
+    fn program(&self) -> Option<PathBuf> {
+        let program = std::fs::read_link(self.directory.join("exe")).ok()?;
+        let text = program.to_str()?;
+        Some(text.strip_suffix(" (deleted)").unwrap_or(text).into())
+    }
+
+    fn table(&self) -> Option<PathBuf> {
+        std::fs::read_link(self.directory.join("ns/mnt")).ok()
+    }
+
+    fn mounts(&self) -> Vec<Mount> {
+        let Ok(table) = File::open(self.directory.join("mountinfo")) else { return Vec::new() };
+        let mut text = Vec::new();
+        // A table that is cut short is judged by its beginning.
+        let _ = table.take(MOUNTS_BYTES_MAX).read_to_end(&mut text);
+        mountinfo::parse(&text)
+    }
+}
+
+impl std::fmt::Display for Process {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = std::fs::read_to_string(self.directory.join("comm")).unwrap_or_default();
+        let number = self.directory.file_name().unwrap_or_default().to_string_lossy();
+        // The name is the process's own choice.
+        let name: String = name.trim().chars().filter(|letter| !letter.is_control()).collect();
+        write!(f, "{name} (process {number})")
+    }
+}
+
+/// Returns the tables of mounts that other processes have, each once. (A container, or a service with a
+/// table of its own, has a copy of what was mounted when it began.)
+#[must_use]
+pub fn other_tables() -> Vec<OtherTable> {
+    let mut known: BTreeSet<PathBuf> = Process::own().table().into_iter().collect();
+    let mut found = Vec::new();
+    for process in Process::all() {
+        if process.table().is_some_and(|table| known.insert(table)) {
+            let mounts = process.mounts();
+            found.push(OtherTable { process, mounts });
         }
     }
-    None
+    found
 }
 
-/// The path of a process's program. After an update the former one is deleted, and runs on.
-fn program_of(process: &Path) -> Option<PathBuf> {
-    let program = std::fs::read_link(process.join("exe")).ok()?;
-    let text = program.to_str()?;
-    Some(text.strip_suffix(" (deleted)").unwrap_or(text).into())
+/// Returns the first user that is found, in words. Processes of this program are none: those that
+/// serve the device hold it by themselves. Nor are mounts of other tables that the kernel takes away with
+/// those at `own`, which this process is about to take away.
+pub fn user_of(_: &DeviceThread, searched: Use, own: &[PathBuf]) -> Option<String> {
+    let own_program = Process::own().program();
+    let uses = |process: &Process| {
+        let program = process.program();
+        let is_own = program.is_some() && program == own_program;
+        !is_own && process.has_open(searched)
+    };
+    if let Some(user) = Process::all().find(uses) {
+        return Some(format!("{user} has it open"));
+    }
+    let Use::FileSystem { major, minor } = searched else { return None };
+    let (here, others) = (mountinfo::read().unwrap_or_default(), other_tables());
+    let others_mounts = others.iter().map(|other| other.mounts.as_slice());
+    let tables: Vec<&[Mount]> = std::iter::once(here.as_slice()).chain(others_mounts).collect();
+    let going = here.iter().filter(|mount| own.contains(&mount.mount_point));
+    let going: Vec<_> = going.filter_map(|mount| Companions::of(mount, &tables)).collect();
+    let is_mounted = |other: &&OtherTable| {
+        let of_it = |mount: &&Mount| (mount.major, mount.minor) == (major, minor);
+        let stays = |mount: &Mount| !going.iter().any(|one| one.have(mount, &other.mounts));
+        other.mounts.iter().filter(of_it).any(stays)
+    };
+    let other = others.iter().find(is_mounted)?;
+    Some(format!("{} has a mount of it of its own", other.process))
 }
 
-fn has_open(process: &Path, searched: Use) -> bool {
-    let files = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
-    let links = ["cwd", "root", "exe"].map(|link| process.join(link));
-    links.into_iter().chain(files.map(|file| file.path())).any(|file| is_use(&file, searched))
-}
-
-fn is_use(link: &PathBuf, searched: Use) -> bool {
+fn is_use(link: &Path, searched: Use) -> bool {
     let asked = StatxFlags::TYPE;
     let Ok(file) = rustix::fs::statx(CWD, link, AtFlags::STATX_DONT_SYNC, asked) else {
         return false;
@@ -84,23 +161,6 @@ fn is_use(link: &PathBuf, searched: Use) -> bool {
     }
 }
 
-fn is_mounted_for(process: &Path, major: u32, minor: u32) -> bool {
-    let Ok(table) = File::open(process.join("mountinfo")) else { return false };
-    let mut text = Vec::new();
-    // A table that is cut short is judged by its beginning.
-    let _ = table.take(MOUNTS_BYTES_MAX).read_to_end(&mut text);
-    mountinfo::parse(&text).iter().any(|mount| (mount.major, mount.minor) == (major, minor))
-}
-
-/// Returns a process's name and number.
-fn named(process: &Path) -> String {
-    let name = std::fs::read_to_string(process.join("comm")).unwrap_or_default();
-    let number = process.file_name().unwrap_or_default().to_string_lossy();
-    // The name is the process's own choice.
-    let name: String = name.trim().chars().filter(|letter| !letter.is_control()).collect();
-    format!("process {number} ({name})")
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
@@ -109,7 +169,7 @@ mod tests {
     use super::*;
 
     fn look(searched: Use) -> Option<String> {
-        DeviceThread::of_test(|thread| user_of(thread, searched))
+        DeviceThread::of_test(|thread| user_of(thread, searched, &[]))
     }
 
     #[test]
@@ -131,14 +191,101 @@ mod tests {
             .unwrap();
         // Other processes of the host use that file system as well.
         let found = look(on(device)).unwrap();
-        assert!(found.starts_with("process ") && found.contains(" ("), "{found}");
-        let own = PathBuf::from(format!("/proc/{}", child.id()));
-        while !has_open(&own, on(device)) || !named(&own).contains("(tail)") {
+        assert!(found.contains(" (process ") && found.ends_with(") has it open"), "{found}");
+        let own = Process { directory: format!("/proc/{}", child.id()).into() };
+        while !own.has_open(on(device)) || !own.to_string().starts_with("tail (") {
             std::thread::yield_now();
         }
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!has_open(&own, on(device)));
+        assert!(!own.has_open(on(device)));
         assert_eq!(look(Use::Device { major: 4095, minor: 1 }), None, "no such device");
+    }
+
+    /// A table of mounts of its own, which began after or before the mount.
+    struct Other(std::process::Child);
+
+    impl Other {
+        fn begin(propagation: &str) -> Self {
+            let mut child = Command::new("unshare")
+                .args(["--mount", "--propagation", propagation, "sh", "-c", "echo; exec sleep 600"])
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+            Self(child)
+        }
+
+        fn mounts(&self) -> Vec<Mount> {
+            Process { directory: format!("/proc/{}", self.0.id()).into() }.mounts()
+        }
+    }
+
+    impl Drop for Other {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    /// Unmounts what a test made.
+    struct Mounted(PathBuf);
+
+    impl Mounted {
+        fn tmpfs(path: PathBuf) -> Self {
+            std::fs::create_dir_all(&path).unwrap();
+            let flags = rustix::mount::MountFlags::empty();
+            rustix::mount::mount("none", &path, "tmpfs", flags, c"size=64k").unwrap();
+            Self(path)
+        }
+    }
+
+    impl Drop for Mounted {
+        fn drop(&mut self) {
+            let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+        }
+    }
+
+    /// Every way in which a copy of a mount may be in another table, with the kernel as the judge: what it
+    /// takes away with ours is no user, and what it leaves there is one.
+    #[test]
+    fn a_copy_of_a_mount_is_a_user_where_the_kernel_leaves_it_and_none_where_it_takes_it_away() {
+        if !rustix::process::geteuid().is_root() {
+            quoin_testkit::skipped("needs root");
+            return;
+        }
+        use rustix::mount::MountPropagationFlags as Flags;
+        let mut left = Vec::new();
+        for parent in [Flags::SHARED, Flags::PRIVATE] {
+            for propagation in ["private", "slave", "shared", "unchanged"] {
+                for began_before in [true, false] {
+                    let directory = tempfile::tempdir().unwrap();
+                    let around = Mounted::tmpfs(directory.path().canonicalize().unwrap());
+                    rustix::mount::mount_change(&around.0, parent).unwrap();
+                    let before = began_before.then(|| Other::begin(propagation));
+                    let own = Mounted::tmpfs(around.0.join("own"));
+                    let other = before.unwrap_or_else(|| Other::begin(propagation));
+                    let device = std::fs::metadata(&own.0).unwrap().dev();
+                    let (major, minor) = (libc::major(device), libc::minor(device));
+                    let has = |mounts: &[Mount]| {
+                        mounts.iter().any(|mount| (mount.major, mount.minor) == (major, minor))
+                    };
+                    let was_there = has(&other.mounts());
+                    let searched = Use::FileSystem { major, minor };
+                    // Another test may fork a process with a copy of it, for a moment.
+                    let number = format!("(process {})", other.0.id());
+                    let is_user = DeviceThread::of_test(|thread| {
+                        let found = user_of(thread, searched, std::slice::from_ref(&own.0));
+                        found.is_some_and(|user| user.contains(&number))
+                    });
+                    rustix::mount::unmount(&own.0, rustix::mount::UnmountFlags::empty()).unwrap();
+                    let stays = has(&other.mounts());
+                    let case = (parent, propagation, began_before, was_there);
+                    assert_eq!(is_user, stays, "{case:?}");
+                    left.push(was_there && !stays);
+                }
+            }
+        }
+        assert!(left.contains(&true) && left.contains(&false), "{left:?}");
     }
 }

@@ -25,15 +25,17 @@ mod host_addresses;
 mod mount;
 mod mountinfo;
 mod probe;
+mod reconcile;
 mod records;
 mod superblock;
 mod tools;
 
 pub use attach::{AttachRequest, Attacher, Session, wait_for_socket};
 pub use attach_process::AttachProcess;
-pub use device_reports::{DeviceReports, DeviceUse, Reported};
+pub use device_reports::{DeviceReports, DeviceUse, Followed, Reported};
 pub use error::{Error, Kind};
 pub use format::FileSystem;
+pub use holders::{OtherTable, Process, Use, other_tables};
 pub use host::{
     FaultKind, HealRequest, Healed, HostOptions, NodeHost, PublishRequest, StageRequest, Standing,
     VolumeFault, VolumeStats, staged_at,
@@ -41,5 +43,6 @@ pub use host::{
 pub use host_addresses::host_addresses;
 pub use mount::parse_flags as parse_mount_flags;
 pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};
+pub use reconcile::{Standing as StandingHere, Word};
 pub use records::Access;
 pub use tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tool, Tools, XFS_GROWFS};

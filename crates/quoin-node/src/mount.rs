@@ -145,24 +145,30 @@ pub fn mount_device(
     })
 }
 
-/// Binds `source` (a directory or a device node) to `target`, read-only if requested.
+/// Binds `source` (a directory or a device node) to `target`.
 ///
 /// # Errors
 /// [`Error::NotPermitted`] without root, else the kernel's error.
-pub fn bind(_: &DeviceThread, source: &Path, target: &Path, read_only: bool) -> Result<(), Error> {
-    let failed = |errno: Errno| match errno {
+pub fn bind(_: &DeviceThread, source: &Path, target: &Path) -> Result<(), Error> {
+    rustix::mount::mount_bind(source, target).map_err(|errno| not_bound(target, errno))
+}
+
+/// Makes the kernel refuse writes through the topmost mount at `target`, and keeps its other flags.
+///
+/// # Errors
+/// As of [`bind`].
+pub fn protect(_: &DeviceThread, target: &Path) -> Result<(), Error> {
+    let flags = existing_flags(target)? | MountFlags::BIND | MountFlags::RDONLY;
+    rustix::mount::mount_remount(target, flags, c"").map_err(|errno| not_bound(target, errno))
+}
+
+fn not_bound(target: &Path, errno: Errno) -> Error {
+    match errno {
         Errno::PERM | Errno::ACCESS if !is_root() => {
             Error::NotPermitted { path: target.to_owned() }
         }
         other => Error::io("binding to", target)(other.into()),
-    };
-    rustix::mount::mount_bind(source, target).map_err(failed)?;
-    if read_only {
-        let kept = existing_flags(target)?;
-        rustix::mount::mount_remount(target, kept | MountFlags::BIND | MountFlags::RDONLY, c"")
-            .map_err(failed)?;
     }
-    Ok(())
 }
 
 /// A remount sets every flag anew, so those of the source have to be repeated.

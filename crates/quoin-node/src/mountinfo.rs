@@ -4,6 +4,7 @@
 //! anything else, so lines are parsed as bytes. A line that cannot be parsed is an error of that
 //! line only: one odd mount must not hide all others from the node.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
@@ -21,6 +22,11 @@ pub struct Mount {
     /// Part of that file system that is mounted here.
     pub root: PathBuf,
     pub mount_point: PathBuf,
+    /// Peer group of this mount, where it is shared: what is mounted or unmounted below one of its mounts
+    /// is below all of them.
+    pub peer_group: Option<u64>,
+    /// Peer groups from which it receives what is mounted and unmounted.
+    pub masters: Vec<u64>,
     /// Options of this mount (`ro`, `noatime`, …).
     pub options: Vec<String>,
     pub fs_type: String,
@@ -51,9 +57,17 @@ pub fn parse_line(line: &[u8]) -> Option<Mount> {
     let mount_point = path(fields.next()?)?;
     let options = options(fields.next()?);
     // Any number of optional fields, ended by a single dash.
+    let (mut peer_group, mut masters) = (None, Vec::new());
     loop {
-        if fields.next()? == b"-" {
+        let field = fields.next()?;
+        if field == b"-" {
             break;
+        }
+        if let Some(group) = field.strip_prefix(b"shared:") {
+            peer_group = number(group);
+        }
+        for tag in [&b"master:"[..], b"propagate_from:"] {
+            masters.extend(field.strip_prefix(tag).and_then(number));
         }
     }
     let fs_type = String::from_utf8_lossy(&unescape(fields.next()?)?).into_owned();
@@ -69,6 +83,8 @@ pub fn parse_line(line: &[u8]) -> Option<Mount> {
         minor,
         root,
         mount_point,
+        peer_group,
+        masters,
         options,
         fs_type,
         source,
@@ -97,6 +113,55 @@ pub fn read() -> Result<Vec<Mount>, Error> {
 #[must_use]
 pub fn at<'a>(mounts: &'a [Mount], path: &Path) -> Option<&'a Mount> {
     mounts.iter().rev().find(|mount| mount.mount_point == path)
+}
+
+/// The mounts that the kernel takes away with one of this process's: those that were propagated to other
+/// tables of mounts, as into a container, and go again by the same way.
+pub struct Companions<'a> {
+    parent: &'a Mount,
+    place: PathBuf,
+    /// Peer groups to which the parent's are propagated.
+    groups: BTreeSet<u64>,
+}
+
+impl<'a> Companions<'a> {
+    /// Returns those of a mount of the first table; `None`: it has none. Slaves of slaves are found as far as
+    /// the tables show them.
+    #[must_use]
+    pub fn of(mount: &Mount, tables: &[&'a [Mount]]) -> Option<Self> {
+        let parent = tables.first()?.iter().find(|parent| parent.id == mount.parent)?;
+        let mut groups = BTreeSet::from([parent.peer_group?]);
+        loop {
+            let all = tables.iter().flat_map(|table| table.iter());
+            let reached = all.filter(|one| one.masters.iter().any(|group| groups.contains(group)));
+            let more: Vec<u64> = reached.filter_map(|one| one.peer_group).collect();
+            let before = groups.len();
+            groups.extend(more);
+            if groups.len() == before {
+                break;
+            }
+        }
+        Some(Self { parent, place: place_in(mount, parent)?, groups })
+    }
+
+    /// Returns whether a mount of another table is one of them.
+    #[must_use]
+    pub fn have(&self, mount: &Mount, table: &[Mount]) -> bool {
+        let Some(parent) = table.iter().find(|parent| parent.id == mount.parent) else {
+            return false;
+        };
+        let receives = parent.peer_group.iter().chain(&parent.masters);
+        let is_same_file_system =
+            (parent.major, parent.minor) == (self.parent.major, self.parent.minor);
+        is_same_file_system
+            && receives.into_iter().any(|group| self.groups.contains(group))
+            && place_in(mount, parent).as_ref() == Some(&self.place)
+    }
+}
+
+/// Returns the place of a mount in the file system of its parent.
+fn place_in(mount: &Mount, parent: &Mount) -> Option<PathBuf> {
+    Some(parent.root.join(mount.mount_point.strip_prefix(&parent.mount_point).ok()?))
 }
 
 fn number(field: &[u8]) -> Option<u64> {
@@ -158,6 +223,7 @@ mod tests {
         assert_eq!(mount.fs_type, "ext3");
         assert_eq!(mount.source, "/dev/ro\not");
         assert!(mount.is_read_only());
+        assert_eq!((mount.peer_group, mount.masters), (Some(1), vec![2]));
     }
 
     #[test]

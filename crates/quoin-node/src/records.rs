@@ -108,6 +108,21 @@ impl Records {
         plain.then(|| self.directory.join(format!("{volume}.json")))
     }
 
+    /// Returns the volumes that have a record.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn volumes(&self) -> Result<Vec<String>, Error> {
+        let entries =
+            std::fs::read_dir(&self.directory).map_err(Error::io("reading", &self.directory))?;
+        let name = |entry: std::fs::DirEntry| {
+            Some(entry.file_name().to_str()?.strip_suffix(".json")?.to_owned())
+        };
+        let mut volumes: Vec<_> = entries.flatten().filter_map(name).collect();
+        volumes.sort();
+        Ok(volumes)
+    }
+
     /// Returns the record of a volume, if it has one. A power cut leaves a file without content of a
     /// record that was not written out.
     ///

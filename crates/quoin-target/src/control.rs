@@ -411,8 +411,9 @@ impl Control {
             }
             match answer {
                 Ok(answer) => {
-                    let left = devices.follow(here.as_ref(), answer.get_ref()).await;
-                    self.options.metrics.left_over(left);
+                    let (here, answer) = (here.as_ref(), answer.get_ref());
+                    let followed = devices.follow(here, answer, BTreeMap::new()).await;
+                    self.options.metrics.left_over(followed.left);
                 }
                 Err(status) => {
                     tracing::debug!(%status, "a sign of life did not reach the controller");

@@ -14,8 +14,8 @@ use quoin_api::csi::volume_capability::access_mode::Mode;
 use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
 use quoin_api::csi::{
     CapacityRange, ControllerExpandVolumeRequest, ControllerPublishVolumeRequest,
-    ControllerUnpublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
-    VolumeCapability,
+    ControllerUnpublishVolumeRequest, NodePublishVolumeRequest, NodeStageVolumeRequest,
+    NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
 };
 use running::{
     Dev, Scratch, can_attach, eventually, have, is_online, isolated_command, run, signal, unmount,
@@ -287,6 +287,16 @@ impl Staged {
         Self { runtime, controller, node: NodeClient::new(channel), node_id, request }
     }
 
+    fn publish(&mut self) {
+        let request = ControllerPublishVolumeRequest {
+            volume_id: self.request.volume_id.clone(),
+            node_id: self.node_id.clone(),
+            volume_capability: Some(capability()),
+            ..ControllerPublishVolumeRequest::default()
+        };
+        self.runtime.block_on(self.controller.controller_publish_volume(request)).unwrap();
+    }
+
     /// As an orchestrator does that detaches by force.
     fn unpublish(&mut self) {
         let request = ControllerUnpublishVolumeRequest {
@@ -317,13 +327,42 @@ impl Staged {
         }
     }
 
-    fn unstage(&mut self) -> Result<(), Status> {
-        let request = NodeUnstageVolumeRequest {
+    fn publish_at(&mut self, target: &Path) {
+        let request = NodePublishVolumeRequest {
             volume_id: self.request.volume_id.clone(),
             staging_target_path: self.request.staging_target_path.clone(),
+            target_path: target.to_str().unwrap().to_owned(),
+            volume_capability: self.request.volume_capability.clone(),
+            ..NodePublishVolumeRequest::default()
         };
+        self.runtime.block_on(self.node.node_publish_volume(request)).unwrap();
+    }
+
+    fn unpublish_at(&mut self, target: &Path) -> Result<(), Status> {
+        let request = NodeUnpublishVolumeRequest {
+            volume_id: self.request.volume_id.clone(),
+            target_path: target.to_str().unwrap().to_owned(),
+        };
+        self.runtime.block_on(self.node.node_unpublish_volume(request)).map(drop)
+    }
+
+    fn unstage(&mut self) -> Result<(), Status> {
+        self.unstage_within(Duration::from_secs(60))
+    }
+
+    fn unstage_within(&mut self, time: Duration) -> Result<(), Status> {
+        let mut request = tonic::Request::new(NodeUnstageVolumeRequest {
+            volume_id: self.request.volume_id.clone(),
+            staging_target_path: self.request.staging_target_path.clone(),
+        });
+        request.set_timeout(time);
         self.runtime.block_on(self.node.node_unstage_volume(request)).map(drop)
     }
+}
+
+fn is_mounted(path: &Path) -> bool {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    mounts.lines().any(|line| line.split(' ').nth(1) == path.to_str())
 }
 
 /// Devices of this cluster that the kernel has, with their sizes in bytes.
@@ -377,6 +416,23 @@ fn a_volume_that_is_detached_under_its_users_fails_their_io_and_leaves_nothing_o
     staged.unpublish();
     eventually("the device goes", || devices(&dev).is_empty().then_some(()));
 
+    // The same of one that is mounted: its mounts go too, once no program has a file open there.
+    staged.publish();
+    staged.stage().unwrap();
+    let held = std::fs::File::create(scratch.0.join("staging/held")).unwrap();
+    staged.unpublish();
+    eventually("its IO fails", || {
+        let devices = dev.json(&["volume", "get", "db"])["devices"].clone();
+        devices.to_string().contains("not attached to this host").then_some(())
+    });
+    // Reports come every two seconds.
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(is_mounted(&scratch.0.join("staging")), "it is taken from nobody");
+    drop(held);
+    eventually("the mount goes", || (!is_mounted(&scratch.0.join("staging"))).then_some(()));
+    eventually("the device goes", || devices(&dev).is_empty().then_some(()));
+    eventually("its orchestrator may come after all", || staged.unstage().ok());
+
     // In use, and its volume is deleted: the command takes what is here.
     let id = staged.request.volume_id.clone();
     let device = dev.ok(&["volume", "attach", "db"]);
@@ -388,6 +444,46 @@ fn a_volume_that_is_detached_under_its_users_fails_their_io_and_leaves_nothing_o
     drop(held);
     eventually("the device goes", || devices(&dev).is_empty().then_some(()));
     assert!(!dev.quoin(&["volume", "detach", &id]).status.success());
+    dev.stop();
+}
+
+/// Two of three replicas do not answer, so the IO of a volume that is attached here waits for them.
+#[test]
+fn without_a_quorum_unpublishing_ends_well_and_unstaging_ends_in_time_and_well_once_it_is_detached()
+{
+    if !can_attach() || !have("mkfs.ext4") {
+        return;
+    }
+    let scratch = Scratch::new("no-quorum");
+    let dev = Dev::start(&scratch.cluster(), &["--pools", "3", "--replace-after", "off"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let mut staged = Staged::published(&dev, "db", &scratch.0.join("staging"));
+    staged.stage().unwrap();
+    let target = scratch.0.join("target");
+    staged.publish_at(&target);
+    std::fs::write(target.join("file"), vec![1; 1 << 20]).unwrap();
+    let pools: Vec<_> = ["pool-b", "pool-c"].iter().map(|name| dev.pid(name).unwrap()).collect();
+    pools.iter().for_each(|pid| signal(*pid, "STOP"));
+
+    let began = std::time::Instant::now();
+    staged.unpublish_at(&target).unwrap();
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(!target.exists());
+    // With the deadline of its caller; the call goes on behind.
+    let began = std::time::Instant::now();
+    let refused = staged.unstage_within(Duration::from_secs(4)).unwrap_err();
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(6), "{took:?}: {refused}");
+
+    staged.unpublish();
+    let began = std::time::Instant::now();
+    while let Err(status) = staged.unstage_within(Duration::from_secs(4)) {
+        assert!(began.elapsed() < Duration::from_secs(30), "{status}: {}", dev.log("node"));
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert!(!is_mounted(&scratch.0.join("staging")));
+    assert_eq!(devices(&dev), []);
+    pools.iter().for_each(|pid| signal(*pid, "CONT"));
     dev.stop();
 }
 

@@ -64,7 +64,7 @@ pub struct Healed {
 }
 
 /// A repair that was not made, or not to its end.
-enum Stop {
+pub(super) enum Stop {
     /// No fault of the host: in words, with the way out.
     Not(String),
     Failed(Error),
@@ -268,7 +268,7 @@ impl NodeHost {
 
     /// Takes the mounts of the volume away, if no process uses them. What was taken away is put back where one
     /// of them is in use.
-    async fn take_down(
+    pub(super) async fn take_down(
         &self,
         record: &Record,
         staging: &Staging,
@@ -315,7 +315,8 @@ impl NodeHost {
             let (from, to) = (staging.path.clone(), publication.target.clone());
             let read_only = publication.read_only;
             let bound = self.calls.change(&record.volume, "binding its target", move |thread| {
-                mount::bind(thread, &from, &to, read_only)
+                mount::bind(thread, &from, &to)?;
+                if read_only { mount::protect(thread, &to) } else { Ok(()) }
             });
             if let Err(error) = bound.await {
                 let target = publication.target.display();
@@ -354,7 +355,8 @@ impl NodeHost {
                 if look > 0 {
                     tokio::time::sleep(LOOK_EVERY / 2).await;
                 }
-                let looked = move |thread: &_| Ok(holders::user_of(thread, one));
+                let paths = own.to_vec();
+                let looked = move |thread: &_| Ok(holders::user_of(thread, one, &paths));
                 found = self.calls.look(volume, "asking who uses it", looked).await?;
                 if found.is_none() {
                     break;
@@ -463,6 +465,7 @@ impl NodeHost {
         for publication in &record.publications {
             let mounts = mountinfo::read()?;
             if publish::is_in_place(publication, Some(device), &mounts) {
+                self.restrict(volume, staging, publication, device).await?;
                 continue;
             }
             if let Some(present) = mountinfo::at(&mounts, &publication.target) {
@@ -521,7 +524,7 @@ fn own_mounts(
 /// Returns whether a mount at a recorded path is of the kind that was recorded: of the device, or of a device that
 /// the attach process may have made, as the former one may be gone and its number another's by now. Nothing is asked
 /// of the mount itself, whose server may be away.
-fn is_own(present: &Mount, access: &Access, device: Option<&Path>) -> bool {
+pub(super) fn is_own(present: &Mount, access: &Access, device: Option<&Path>) -> bool {
     match access {
         Access::Mount { file_system, .. } => {
             let is_made_here = device.is_some_and(|device| is_of_device(present, device))

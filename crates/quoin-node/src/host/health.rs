@@ -314,6 +314,10 @@ fn say_mounts(
         if !publish::is_in_place(publication, device, mounts) {
             let target = publication.target.display();
             say(FaultKind::MountMissing, format!("its mount at {target} is gone"));
+        } else if !publish::is_restricted(publication, mounts) {
+            let target = publication.target.display();
+            let message = format!("its mount at {target} takes writes, and is to be read-only");
+            say(FaultKind::MountMissing, message);
         }
     }
 }

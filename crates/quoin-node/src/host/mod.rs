@@ -8,6 +8,7 @@
 
 mod heal;
 mod health;
+mod left;
 mod paths;
 mod publish;
 mod steps;

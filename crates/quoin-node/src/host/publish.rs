@@ -71,7 +71,8 @@ impl NodeHost {
                 return Err(Error::PublishedDifferently { volume: volume.clone(), target });
             }
             if *present == wanted && in_place {
-                // The call before may have ended between both steps.
+                // The call before may have ended between two steps.
+                self.restrict(volume, &staging, &wanted, &device).await?;
                 return self.give_to_group(request, &staging, &target).await;
             }
         }
@@ -110,19 +111,59 @@ impl NodeHost {
         publication: &Publication,
         device: &Path,
     ) -> Result<(), Error> {
-        let Publication { target, access, read_only, .. } = publication.clone();
+        let Publication { target, access, .. } = publication.clone();
         self.step("making the target")?;
         make_target(&target, &access)?;
         self.step("binding")?;
         let is_block = access == Access::Block;
         let source = if is_block { device.to_owned() } else { staging.path.clone() };
-        let device_read_only = read_only || staging.read_only;
+        if is_block {
+            self.switch_device(volume, staging, publication, device).await?;
+            self.step("binding the device")?;
+        }
         self.calls
             .change(volume, "binding its target", move |thread| {
-                if is_block {
-                    device::set_read_only(thread, &source, device_read_only)?;
-                }
-                mount::bind(thread, &source, &target, read_only)
+                mount::bind(thread, &source, &target)
+            })
+            .await?;
+        self.step("restricting the target")?;
+        self.restrict(volume, staging, publication, device).await
+    }
+
+    /// Makes what is in place at a target as read-only as it is meant to be. A call that ended half-way leaves
+    /// a target that takes writes.
+    pub(super) async fn restrict(
+        &self,
+        volume: &str,
+        staging: &Staging,
+        publication: &Publication,
+        device: &Path,
+    ) -> Result<(), Error> {
+        if publication.access == Access::Block {
+            self.switch_device(volume, staging, publication, device).await?;
+        }
+        if is_restricted(publication, &mountinfo::read()?) {
+            return Ok(());
+        }
+        let target = publication.target.clone();
+        self.calls
+            .change(volume, "restricting its target", move |thread| mount::protect(thread, &target))
+            .await
+    }
+
+    /// Sets the switch of a block volume's device, which is one for all of its targets.
+    async fn switch_device(
+        &self,
+        volume: &str,
+        staging: &Staging,
+        publication: &Publication,
+        device: &Path,
+    ) -> Result<(), Error> {
+        let read_only = publication.read_only || staging.read_only;
+        let device = device.to_owned();
+        self.calls
+            .change(volume, "setting the switch of its device", move |thread| {
+                device::set_read_only(thread, &device, read_only)
             })
             .await
     }
@@ -216,6 +257,12 @@ impl NodeHost {
         };
         Ok((record, path_use))
     }
+}
+
+/// Returns whether the target takes no writes, where it is to take none.
+pub(super) fn is_restricted(publication: &Publication, mounts: &[Mount]) -> bool {
+    let is_read_only = |mount: &Mount| mount.options.iter().any(|option| option == "ro");
+    !publication.read_only || mountinfo::at(mounts, &publication.target).is_none_or(is_read_only)
 }
 
 /// Location of a volume on this node.

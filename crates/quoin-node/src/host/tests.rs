@@ -1,7 +1,6 @@
 //! Real mounts of real file systems, with a plain loop device instead of the attach process. They
 //! need root and loop devices, and report where those are missing.
 
-use std::collections::HashSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt;
 use std::process::Command;
@@ -15,6 +14,9 @@ use quoin_testkit::skipped;
 use super::*;
 use crate::Kind;
 use crate::device_calls::DeviceThread;
+
+mod kill_table;
+mod tool_table;
 
 const MIB: u64 = 1 << 20;
 
@@ -75,7 +77,11 @@ impl Attacher for LoopAttacher {
     async fn detach(&self, volume: &str) -> Result<(), Error> {
         // The kernel removes devices asynchronously, and one half removed is still listed.
         for _ in 0..100 {
-            let Some(device) = self.find(volume) else { return Ok(()) };
+            let Some(device) = self.find(volume) else {
+                // The next one is of another use.
+                *self.dead.lock().unwrap() = None;
+                return Ok(());
+            };
             let _ = losetup(&["-d".as_ref(), device.as_os_str()]);
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
@@ -447,7 +453,7 @@ async fn unusable_paths_are_refused_with_the_reason() {
     // A mount of another owner is neither covered nor removed.
     fs::create_dir(world.path("pods/foreign")).unwrap();
     DeviceThread::of_test(|thread| {
-        mount::bind(thread, &world.path("devices"), &world.path("pods/foreign"), false).unwrap();
+        mount::bind(thread, &world.path("devices"), &world.path("pods/foreign")).unwrap();
     });
     let request = world.publish_request(ext4(), "pods/foreign");
     assert!(matches!(node.publish(&request).await, Err(Error::ForeignMount { .. })));
@@ -633,6 +639,118 @@ async fn a_volume_that_holds_ext4_is_not_mounted_as_xfs() {
     assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "kept");
 }
 
+/// A process that has a file open until it is dropped.
+struct User(std::process::Child);
+
+impl User {
+    fn of(path: &Path) -> Self {
+        let mut child = Command::new("sh")
+            .args(["-c", "exec 3<\"$0\" && echo open && exec sleep 600"])
+            .arg(path)
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut [0; 5]).unwrap();
+        Self(child)
+    }
+}
+
+impl Drop for User {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The orchestrator never comes back for a volume that was taken from its host.
+#[tokio::test]
+async fn mounts_of_a_volume_that_is_here_no_more_are_taken_from_nobody_and_go_through_a_kill_at_any_step()
+ {
+    let Some(world) = World::new() else { return };
+    let pieces = |node: &NodeHost| {
+        let pieces = node.staged_pieces(&mountinfo::read().unwrap()).unwrap();
+        pieces.into_iter().map(|piece| piece.path).collect::<Vec<_>>()
+    };
+    for access in [ext4(), Access::Block] {
+        for step in 0.. {
+            *world.attacher.dead.lock().unwrap() = None;
+            let node = world.node();
+            node.stage(&world.stage_request(access.clone())).await.unwrap();
+            node.publish(&world.publish_request(access.clone(), "pods/a")).await.unwrap();
+            let mounts = world.mounts_within();
+            assert!(pieces(&node).contains(&world.path("pods/a")), "{:?}", pieces(&node));
+            assert_eq!(pieces(&node).len(), mounts.len());
+            // A device that works is another use.
+            assert_eq!(node.take_down_left(VOLUME).await.unwrap(), None);
+            assert_eq!(world.mounts_within(), mounts);
+
+            *world.attacher.dead.lock().unwrap() = Some("detached from this host".into());
+            if step == 0 {
+                let user = User::of(&world.path("pods/a"));
+                let why = node.take_down_left(VOLUME).await.unwrap().unwrap();
+                assert!(why.contains(") has it open"), "{why}");
+                assert_eq!(world.mounts_within(), mounts, "nothing is taken from a process");
+                drop(user);
+            }
+            node.steps_left.store(step, Ordering::Relaxed);
+            let killed = node.take_down_left(VOLUME).await;
+            let node = world.node();
+            // A process that another test has just forked is a user for a moment.
+            for _ in 0..1000 {
+                if node.take_down_left(VOLUME).await.unwrap().is_none() {
+                    break;
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            }
+            assert_eq!(world.mounts_within(), Vec::<PathBuf>::new());
+            assert_eq!((world.attacher.find(VOLUME), pieces(&node)), (None, Vec::new()));
+            assert!(!world.path("pods/a").exists());
+            // The orchestrator comes after all.
+            assert!(node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap());
+            assert!(node.unstage(VOLUME, &world.path("stage")).await.unwrap());
+            world.assert_clean();
+            if killed.is_ok() {
+                assert!(step > 2, "steps were interrupted");
+                break;
+            }
+        }
+    }
+}
+
+/// A path of a record, at which another program has a device of its own by now.
+#[tokio::test]
+async fn a_mount_of_another_device_at_a_recorded_path_is_not_taken_away() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    let file = world.attacher.file(VOLUME);
+    DeviceThread::of_test(|thread| mount::unmount(thread, &world.path("stage")).unwrap());
+    world.attacher.detach(VOLUME).await.unwrap();
+    fs::rename(file, world.attacher.file("other")).unwrap();
+    let other = AttachRequest {
+        volume: "other".into(),
+        nbd_socket: PathBuf::new(),
+        size_bytes: 64 * MIB,
+        block_size: 512,
+        read_only: false,
+        key: None,
+    };
+    let device = world.attacher.attach(&other).await.unwrap();
+    let mounted = |device: &Path| {
+        let parsed = mount::parse_flags(&[]).unwrap();
+        let at = world.path("stage");
+        DeviceThread::of_test(|thread| {
+            mount::mount_device(thread, "other", device, &at, FileSystem::Ext4, &parsed, false)
+        })
+    };
+    mounted(&device).unwrap();
+    assert_eq!(node.staged_pieces(&mountinfo::read().unwrap()).unwrap(), []);
+    assert_eq!(node.take_down_left(VOLUME).await.unwrap(), None);
+    assert_eq!(world.mounts_within(), [world.path("stage")]);
+    rustix::mount::unmount(world.path("stage"), rustix::mount::UnmountFlags::empty()).unwrap();
+    world.attacher.detach("other").await.unwrap();
+}
+
 /// An orchestrator does not unstage what it was refused.
 #[tokio::test]
 async fn a_staging_that_is_refused_leaves_neither_device_nor_record() {
@@ -764,66 +882,6 @@ async fn a_missing_mkfs_leaves_a_blank_device_blank() {
     let error = node.stage(&world.stage_request(ext4())).await.unwrap_err();
     assert!(error.to_string().contains("e2fsprogs"), "{error}");
     world.node().stage(&world.stage_request(ext4())).await.unwrap();
-}
-
-/// Ends a call before each of its steps in turn, as a kill would, and continues with a new process:
-/// the same call must succeed, and so must its opposite.
-#[tokio::test]
-async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_opposite() {
-    let Some(world) = World::new() else { return };
-    let mut names = HashSet::new();
-    for access in [ext4(), Access::Block] {
-        let stage = world.stage_request(access.clone());
-        let publish = world.publish_request(access.clone(), "pods/a");
-        for continues in [true, false] {
-            for calls in 0..4 {
-                for step in 0.. {
-                    let _ = fs::remove_file(world.attacher.file(VOLUME));
-                    let node = world.node();
-                    if calls > 0 {
-                        node.stage(&stage).await.unwrap();
-                    }
-                    if calls == 2 {
-                        node.publish(&publish).await.unwrap();
-                    }
-                    node.steps_left.store(step, Ordering::Relaxed);
-                    let outcome = match calls {
-                        0 => node.stage(&stage).await,
-                        1 => node.publish(&publish).await,
-                        2 => node.unpublish(VOLUME, &publish.target).await.map(drop),
-                        _ => node.unstage(VOLUME, &stage.staging_path).await.map(drop),
-                    };
-                    let ended = outcome.is_ok();
-                    if let Err(error) = outcome {
-                        let Error::Stopped(name) = error else { panic!("{error}") };
-                        names.insert(name);
-                    }
-                    let node = world.node();
-                    if continues {
-                        if calls < 3 {
-                            node.stage(&stage).await.unwrap();
-                        }
-                        if calls == 1 {
-                            node.publish(&publish).await.unwrap();
-                            assert!(publish.target.exists());
-                        }
-                    } else if calls >= 2 {
-                        // The opposite of unpublishing is publishing again.
-                        node.stage(&stage).await.unwrap();
-                        node.publish(&publish).await.unwrap();
-                    }
-                    node.unpublish(VOLUME, &publish.target).await.unwrap();
-                    assert!(!publish.target.exists());
-                    node.unstage(VOLUME, &stage.staging_path).await.unwrap();
-                    world.assert_clean();
-                    if ended {
-                        break;
-                    }
-                }
-            }
-        }
-    }
-    assert!(names.len() >= 12, "steps that were interrupted: {names:?}");
 }
 
 #[tokio::test]

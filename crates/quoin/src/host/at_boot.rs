@@ -191,6 +191,13 @@ impl Etc {
         Ok(Some(found))
     }
 
+    /// The volume of that name or id, where it is attached at boot. A file that cannot be read is none.
+    pub fn find_by_name_or_id(&self, named: &str) -> Option<AtBoot> {
+        let entries = fs::read_dir(self.0.join("quoin/volumes")).into_iter().flatten().flatten();
+        let read = |entry: fs::DirEntry| serde_json::from_slice(&fs::read(entry.path()).ok()?).ok();
+        entries.filter_map(read).find(|one: &AtBoot| one.volume == named || one.id == named)
+    }
+
     /// Refuses a place that something else is mounted on at boot.
     pub fn check_mount(&self, volume: &AtBoot, mount: &Path) -> Result<()> {
         let shown = mount.display();

@@ -141,27 +141,19 @@ impl Device {
     /// Its mounts in other tables of mounts, one process for each table. (A container, or a service
     /// with a table of its own, that began after the mount has a copy of it.)
     pub fn mounts_elsewhere(&self) -> Vec<MountElsewhere> {
-        let table_of = |process: &Path| fs::read_link(process.join("ns/mnt")).ok();
-        let mut tables: Vec<_> = table_of(Path::new("/proc/self")).into_iter().collect();
         let numbers = self.numbers();
+        let of_it = |mount: &&quoin_node::Mount| {
+            numbers.contains(&format!("{}:{}", mount.major, mount.minor))
+        };
         let mut found = Vec::new();
-        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            if !entry.file_name().as_bytes().iter().all(u8::is_ascii_digit) {
-                continue;
-            }
-            let process = entry.path();
-            let Some(table) = table_of(&process).filter(|table| !tables.contains(table)) else {
-                continue;
-            };
-            tables.push(table);
-            let lines = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
-            let mounts = lines.lines().filter_map(Mount::parse);
-            found.extend(mounts.filter(|mount| numbers.contains(&mount.number)).map(|mount| {
-                let path = mount.target.strip_prefix("/").unwrap_or(&mount.target);
+        for other in quoin_node::other_tables() {
+            found.extend(other.mounts.iter().filter(of_it).map(|mount| {
+                let target = mount.mount_point.clone();
+                let path = target.strip_prefix("/").unwrap_or(&target);
                 MountElsewhere {
-                    reachable_at: process.join("root").join(path),
-                    process: describe_process(&process),
-                    target: mount.target,
+                    reachable_at: other.process.root().join(path),
+                    process: other.process.to_string(),
+                    target,
                 }
             }));
         }
@@ -177,13 +169,6 @@ pub struct MountElsewhere {
     pub process: String,
     /// Its directory, by way of that process.
     pub reachable_at: PathBuf,
-}
-
-/// `sh (process 7)`.
-fn describe_process(process: &Path) -> String {
-    let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
-    let pid = process.file_name().unwrap_or_default().to_string_lossy();
-    format!("{} (process {pid})", name.trim())
 }
 
 /// Returns true if `path` is a FUSE mount (or below one) whose server is gone.
@@ -272,33 +257,14 @@ impl Mount {
 
     /// Programs that have something open on it or stand in it: `sh (process 7)`, at most five.
     pub fn users(&self) -> Vec<String> {
-        let mut users = Vec::new();
-        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let is_process = entry.file_name().as_bytes().iter().all(u8::is_ascii_digit);
-            if is_process && self.is_used_by(&entry.path()) {
-                users.push(describe_process(&entry.path()));
-                if users.len() == 5 {
-                    break;
-                }
-            }
-        }
-        users
+        let Some(searched) = self.file_system() else { return Vec::new() };
+        let users = quoin_node::Process::all().filter(|process| process.has_open(searched));
+        users.take(5).map(|process| process.to_string()).collect()
     }
 
-    fn is_used_by(&self, process: &Path) -> bool {
-        // Links into /proc are followed to the file itself, whatever its name is now.
-        let is_on_it = |link: PathBuf| {
-            fs::metadata(link).is_ok_and(|found| {
-                let device = found.dev();
-                self.number
-                    == format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device))
-            })
-        };
-        let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
-        is_on_it(process.join("cwd"))
-            || is_on_it(process.join("root"))
-            || is_on_it(process.join("exe"))
-            || open.map(|entry| entry.path()).any(is_on_it)
+    fn file_system(&self) -> Option<quoin_node::Use> {
+        let (major, minor) = self.number.split_once(':')?;
+        Some(quoin_node::Use::FileSystem { major: major.parse().ok()?, minor: minor.parse().ok()? })
     }
 }
 
@@ -349,8 +315,9 @@ mod tests {
         let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
         let (target, source) = (directory.path().into(), PathBuf::new());
         let mount = Mount { number, target, filesystem: "any".into(), source };
-        assert!(mount.is_used_by(Path::new("/proc/self")));
+        let own = quoin_node::Process::own();
+        assert!(own.has_open(mount.file_system().unwrap()));
         let nobody = Mount { number: "0:0".into(), ..mount };
-        assert!(!nobody.is_used_by(Path::new("/proc/self")));
+        assert!(!own.has_open(nobody.file_system().unwrap()));
     }
 }

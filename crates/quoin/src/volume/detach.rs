@@ -15,6 +15,7 @@ use super::attach::{
     warn_about_dead_mounts,
 };
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
+use crate::host::at_boot::Etc;
 use crate::host::loop_devices;
 use crate::output::{self, Format};
 
@@ -172,7 +173,10 @@ async fn left_here(named: &str, client: &ClientOptions) -> Result<Option<Volume>
         let devices = loop_devices::Device::over(&run)?;
         id = devices.into_iter().map(|device| device.volume).find(|volume| volume == named);
     }
-    let spec = VolumeSpec { name: named.to_owned(), ..VolumeSpec::default() };
+    let at_boot = Etc::default().find_by_name_or_id(named);
+    let id = id.or_else(|| at_boot.as_ref().map(|record| record.id.clone()));
+    let name = at_boot.map_or_else(|| named.to_owned(), |record| record.volume);
+    let spec = VolumeSpec { name, ..VolumeSpec::default() };
     Ok(id.map(|id| Volume { id, spec: Some(spec), ..Volume::default() }))
 }
 
@@ -192,7 +196,7 @@ async fn detach_left(
         waiting_for: String::new(),
     };
     output::print_one(format, &view, || {
-        format!("there is no volume {} any more; its device on this host is removed", view.volume)
+        format!("there is no volume {} any more; what this host had of it is removed", view.volume)
     })
 }
 
