@@ -66,7 +66,7 @@ pub enum MadeKind {
     Link,
 }
 
-/// What an attach process has made for a volume.
+/// A thing that an attach process has made for a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Made {
     pub volume: String,

@@ -1,4 +1,4 @@
-//! What is left on this host of volumes that the records have there no more: the word of the controller on it, and
+//! Remains on this host of volumes that the records have there no more: the word of the controller on it, and
 //! the mounts that are taken away.
 
 use std::collections::BTreeMap;

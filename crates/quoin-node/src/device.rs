@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
@@ -53,15 +53,24 @@ pub fn numbers_with_partitions(device: &Path) -> Vec<(u32, u32)> {
     let Some((major, minor)) = major_minor(device) else { return Vec::new() };
     let entries = std::fs::read_dir(format!("/sys/dev/block/{major}:{minor}"));
     let partitions = entries.into_iter().flatten().flatten().map(|entry| entry.path());
-    let number = |partition: std::path::PathBuf| {
+    let number = |partition: PathBuf| {
         let text = std::fs::read_to_string(partition.join("dev")).ok()?;
         let (major, minor) = text.trim().split_once(':')?;
         Some((major.parse().ok()?, minor.parse().ok()?))
     };
-    let is_partition = |path: &std::path::PathBuf| path.join("partition").exists();
+    let is_partition = |path: &PathBuf| path.join("partition").exists();
     std::iter::once((major, minor))
         .chain(partitions.filter(is_partition).filter_map(number))
         .collect()
+}
+
+/// Returns the file that a loop device of this number is bound to, as the kernel names it; `None`: it is bound to
+/// none.
+#[must_use]
+pub fn backing_file(major: u32, minor: u32) -> Option<PathBuf> {
+    let attribute = format!("/sys/dev/block/{major}:{minor}/loop/backing_file");
+    let file = std::fs::read_to_string(attribute).ok()?;
+    Some(file.trim_end_matches('\n').into())
 }
 
 /// Returns true if a file system on the device is mounted, in any table of mounts, or a device mapper

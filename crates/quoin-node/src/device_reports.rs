@@ -55,7 +55,7 @@ pub struct Reported {
     is_attach_there: bool,
 }
 
-/// What is left to do after an answer was followed.
+/// Work that is left after an answer was followed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Followed {
     /// Volumes of which something is left here that should not be, and what.

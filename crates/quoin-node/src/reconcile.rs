@@ -1,4 +1,4 @@
-//! What is left on a host, compared with what the records say: one table of all that Quoin has made there, and
+//! Remains on a host, compared with what the records say: one table of all that Quoin has made there, and
 //! one function from that table to the steps.
 //!
 //! Promises: where nothing is said of a volume, nothing of it is changed; of a volume that is attached here
@@ -36,7 +36,7 @@ pub struct Piece {
     pub is_used: bool,
 }
 
-/// What the attach process has of a volume.
+/// A volume at the attach process.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Attachment {
     pub device: PathBuf,
@@ -49,7 +49,7 @@ pub struct Attachment {
     pub size_bytes: u64,
 }
 
-/// What the records say of a volume here.
+/// Word of the records on a volume here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Word {
     /// Name for people; empty: unknown.
@@ -375,7 +375,7 @@ mod tests {
                 prop_assert_eq!(model.device.is_some() && !model.foreign, false, "{:?}", model);
             }
             prop_assert!(!model.stray, "{model:?}");
-            // What is left is only told of, and the same each time.
+            // All that is left is only told of, and the same each time.
             for step in &left {
                 let is_told = matches!(step, Step::Name { .. });
                 let is_foreign = model.foreign && matches!(step, Step::EndDevice { .. });

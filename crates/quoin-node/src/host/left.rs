@@ -1,4 +1,4 @@
-//! What is left here of volumes that the records have on this host no more: mounts of an orchestrator that never
+//! Remains here of volumes that the records have on this host no more: mounts of an orchestrator that never
 //! came back for them.
 
 use std::path::{Path, PathBuf};
@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::NodeHost;
 use super::heal::{Stop, is_own};
 use super::paths::remove_target;
+use crate::device;
 use crate::error::Error;
 use crate::mountinfo::{self, Mount};
 use crate::reconcile::{Kind, Piece};
@@ -90,10 +91,7 @@ fn places(record: &Record) -> Vec<(PathBuf, Access)> {
 /// volume's file, or to none any more. A number that another program has by now is its own.
 fn is_left(mount: &Mount, access: &Access, volume: &str) -> bool {
     let is_bound_to_another = || {
-        let (major, minor) = (mount.major, mount.minor);
-        let attribute = format!("/sys/dev/block/{major}:{minor}/loop/backing_file");
-        let Ok(file) = std::fs::read_to_string(attribute) else { return false };
-        let file = Path::new(file.trim_end_matches('\n'));
+        let Some(file) = device::backing_file(mount.major, mount.minor) else { return false };
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         // A file whose own mount has gone has no path any more.
         file != Path::new("/") && !name.starts_with(volume)

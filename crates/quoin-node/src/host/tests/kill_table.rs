@@ -43,7 +43,7 @@ use Operation::{
 const OPERATIONS: [Operation; 9] =
     [StageBlank, Stage, Publish, Expand, Unpublish, Unstage, HealMounts, HealDevice, TakeDown];
 
-/// What a host is to have of the volume.
+/// State of the volume that a host is to have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Meant {
     staged: bool,
@@ -55,7 +55,7 @@ const NOTHING: Meant = Meant { staged: false, published: false, grown: false };
 const STAGED: Meant = Meant { staged: true, ..NOTHING };
 const PUBLISHED: Meant = Meant { published: true, ..STAGED };
 
-/// What the kernel has of it.
+/// State of it that the kernel has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Kernel {
     /// Size and read-only switch; the switch is nobody's business while nothing is published.
@@ -328,7 +328,7 @@ impl Row<'_> {
 }
 
 impl Operation {
-    /// What a host is to have after it.
+    /// State of the host after it.
     fn meant(self) -> Meant {
         match self {
             StageBlank | Stage | Unpublish => STAGED,

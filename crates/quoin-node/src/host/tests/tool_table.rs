@@ -29,7 +29,7 @@ enum End {
     Killed,
 }
 
-/// What the node is to make of an end.
+/// Outcome of a call whose tool ends so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Success,
