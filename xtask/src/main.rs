@@ -1,4 +1,4 @@
-//! The project's own commands: `cargo xtask demo | test | bench | sim | model | mutants | fuzz |
+//! The project's own commands: `cargo xtask demo | test | bench | profile | sim | model | mutants | fuzz |
 //! torture | trace | lint | upgrade | record-formats`.
 //!
 //! Developers, users who try Quoin and the CI run the same commands; none of them has a way of its
@@ -19,6 +19,7 @@ mod module_circles;
 mod mutants;
 mod package;
 mod packages;
+mod profile;
 mod python;
 mod record_edits;
 mod run;
@@ -69,6 +70,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Show which parts of Quoin's processes use CPU time in a case of `bench`, by perf.
+    Profile(profile::Options),
     /// The deterministic simulator (arguments go to `quoin-sim`), as in `sim --seeds 1000`.
     #[command(disable_help_flag = true)]
     Sim {
@@ -151,6 +154,7 @@ fn main() -> ExitCode {
         Command::Bench { arguments } => run::release_binary("quoin", "quoin").and_then(|quoin| {
             run::replace_with(&quoin, ["bench".into()].into_iter().chain(arguments))
         }),
+        Command::Profile(options) => profile::run(&options),
         Command::Sim { arguments } => sim(arguments),
         Command::Model { arguments } => run::release_binary("quoin-model", "quoin-model")
             .and_then(|model| run::replace_with(&model, arguments)),

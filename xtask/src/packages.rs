@@ -26,6 +26,7 @@ pub const IPROUTE: Need =
     Need { program: "ip", package: "iproute2", purpose: "hosts of their own (network namespaces)" };
 pub const PYTHON: Need =
     Need { program: "python3", package: "python3", purpose: "CSI clients that are not Rust" };
+pub const PERF: Need = Need { program: "perf", package: "linux-perf", purpose: "profiles" };
 /// Programs that the tests need.
 pub const OF_TESTS: [&Need; 8] = [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON];
 

@@ -3,13 +3,15 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-const IO_CASES: [&str; 8] = [
+const IO_CASES: [&str; 10] = [
     "write-4k-qd1",
     "write-4k-qd32",
     "read-4k-qd1",
     "read-4k-qd32",
     "write-4k-qd1-media",
     "write-4k-qd32-media",
+    "commit-8k-qd1",
+    "commit-8k-qd8",
     "write-128k-qd8",
     "read-128k-qd8",
 ];
@@ -57,7 +59,7 @@ fn assert_complete(name: &str, figures: &serde_json::Value) {
 }
 
 #[test]
-fn a_quick_run_writes_eight_cases_with_five_figures_each() {
+fn a_quick_run_writes_ten_cases_with_five_figures_each() {
     let (cases, table) = cases(&["--quick"]);
     let mut names: Vec<_> = cases.keys().map(String::as_str).collect();
     let mut expected = IO_CASES;

@@ -133,7 +133,7 @@ impl Cold<'_> {
             .into_iter()
             .map(|part| part.map_err(|_| Error::Failed("a reader panicked".into()))?)
             .collect::<Result<Vec<_>, Error>>()?;
-        Figures::of(&Outcome::merge_beside(parts), used)
+        Figures::of(&Outcome::merge_beside(parts), &[("readers".to_owned(), used)].into())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Pairs of measurements, floor and Quoin in turn, so that a drifting machine affects both alike.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::load::{Generator, Load, Outcome};
@@ -15,6 +16,8 @@ pub struct Side<'a> {
 pub struct Figures {
     pub per_second: f64,
     pub cpu_us: f64,
+    /// The same by what the processes are.
+    pub cpu_us_by_role: BTreeMap<String, f64>,
     pub p50_us: f64,
     pub p99_us: f64,
     pub p999_us: f64,
@@ -22,13 +25,18 @@ pub struct Figures {
 
 impl Figures {
     /// Returns the figures of a run for which its servers used so much CPU time.
-    pub fn of(outcome: &Outcome, used: Duration) -> Result<Self, Error> {
+    pub fn of(outcome: &Outcome, used: &BTreeMap<String, Duration>) -> Result<Self, Error> {
         if outcome.requests == 0 {
             return Err(Error::Failed("not one request was answered".into()));
         }
+        let per_request = |used: &Duration| used.as_secs_f64() * 1e6 / outcome.requests as f64;
         Ok(Figures {
             per_second: outcome.per_second(),
-            cpu_us: used.as_secs_f64() * 1e6 / outcome.requests as f64,
+            cpu_us: per_request(&used.values().sum()),
+            cpu_us_by_role: used
+                .iter()
+                .map(|(role, used)| (role.clone(), per_request(used)))
+                .collect(),
             p50_us: outcome.percentile_us(0.5),
             p99_us: outcome.percentile_us(0.99),
             p999_us: outcome.percentile_us(0.999),
@@ -45,10 +53,13 @@ pub fn figures(
     side: &mut Side<'_>,
     run: impl FnOnce(&mut Generator) -> Result<Outcome, Error>,
 ) -> Result<Figures, Error> {
-    let before = usage::cpu(&side.pids);
+    let before = usage::cpu_by_role(&side.pids);
     let outcome = run(side.generator)?;
-    let used: Duration = usage::cpu(&side.pids).saturating_sub(before);
-    Figures::of(&outcome, used)
+    let mut used = usage::cpu_by_role(&side.pids);
+    for (role, used) in &mut used {
+        *used = used.saturating_sub(before.get(role).copied().unwrap_or_default());
+    }
+    Figures::of(&outcome, &used)
 }
 
 #[derive(Clone, Debug)]
@@ -97,10 +108,19 @@ fn medians(all: &[Figures]) -> Figures {
     Figures {
         per_second: of(|f| f.per_second),
         cpu_us: of(|f| f.cpu_us),
+        cpu_us_by_role: medians_by_role(all),
         p50_us: of(|f| f.p50_us),
         p99_us: of(|f| f.p99_us),
         p999_us: of(|f| f.p999_us),
     }
+}
+
+fn medians_by_role(all: &[Figures]) -> BTreeMap<String, f64> {
+    let mut by_role: BTreeMap<&String, Vec<f64>> = BTreeMap::new();
+    for (role, cpu_us) in all.iter().flat_map(|figures| &figures.cpu_us_by_role) {
+        by_role.entry(role).or_default().push(*cpu_us);
+    }
+    by_role.into_iter().map(|(role, values)| (role.clone(), median(values))).collect()
 }
 
 /// Returns the median; 0 of no values.

@@ -12,6 +12,7 @@
 //! | `relay`, `sink` | the floor, as processes of their own |
 //! | `floor` | starts and ends those processes |
 //! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
+//! | `profile` | where the CPU time of Quoin's processes goes, recorded by perf |
 //! | `usage` | CPU time and memory of processes, from /proc |
 //! | `cases`, `report` | the measured cases, and the output |
 //! | `cold` | reads of data that no cache holds, beside the bare device |
@@ -55,6 +56,7 @@ pub mod nodes;
 pub mod orchestrated;
 mod overwrites;
 pub mod product;
+mod profile;
 pub mod rebuild;
 pub mod relay;
 pub mod report;
@@ -96,7 +98,7 @@ impl Error {
 /// Flags of `quoin bench`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// Only the eight IO cases, within three minutes; with `--only sustained` shorter sustained writes
+    /// Only the ten short IO cases, within three minutes; with `--only sustained` shorter sustained writes
     #[arg(long)]
     pub quick: bool,
     /// Write the figures as JSON to this file
@@ -135,6 +137,9 @@ pub struct MeasureOptions {
     /// Directory for the files of both sides (they must share one disk)
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
+    /// Record where Quoin's processes spend their CPU time, by perf, to this file (`cargo xtask profile`)
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub perf_data: Option<PathBuf>,
 }
 
 /// The sides that are measured.

@@ -20,6 +20,8 @@ pub enum Pattern {
     Sequential,
     /// One block of each MiB, in turn: a leaf of a pool's map each.
     Sparse,
+    /// Random, and each write is flushed: it counts once its flush is answered.
+    Commit,
 }
 
 /// Range of which [`Pattern::Sparse`] takes one block.
@@ -207,7 +209,7 @@ impl Generator {
         let block = u64::from(load.block_bytes);
         let blocks = self.size_bytes / block;
         match load.pattern {
-            Pattern::Random => next(&mut self.random) % blocks * block,
+            Pattern::Random | Pattern::Commit => next(&mut self.random) % blocks * block,
             Pattern::Sequential => {
                 let at = self.sequential % blocks * block;
                 self.sequential += 1;
@@ -244,6 +246,7 @@ impl Generator {
         let (mut have, mut stopped) = (0, false);
         let payload = load.block_bytes as usize;
         let mut answer_bytes = vec![0; load.depth];
+        let (commits, mut is_flushed) = (load.pattern == Pattern::Commit, vec![false; load.depth]);
         let mut last = start;
         loop {
             let now = Instant::now();
@@ -301,6 +304,13 @@ impl Generator {
                     break;
                 }
                 at += bytes;
+                if commits && !is_flushed[slot] {
+                    is_flushed[slot] = true;
+                    let (command, handle) = (nbd::FLUSH, slot as u64);
+                    nbd::Request { command, handle, offset: 0, length: 0 }.encode(&mut output);
+                    continue;
+                }
+                is_flushed[slot] = false;
                 latencies.push(u32::try_from((now - *sent).as_nanos()).unwrap_or(u32::MAX));
                 free.push(slot);
                 done += 1;

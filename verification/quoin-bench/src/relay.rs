@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::sink::{HEADER_LEN, decode_header, encode_header};
 use crate::{Error, announce, nbd};
 
-/// Answers that a write needs.
+/// Answers that a write or a flush needs.
 const NEEDED: usize = 2;
 
 struct Sink {
@@ -88,7 +88,7 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
     // Unanswered writes of this client, in order; `acknowledged` is the number of the first.
     let mut pending: VecDeque<u64> = VecDeque::new();
     let mut acknowledged = sinks[0].done;
-    // Unanswered flushes; each is answered once all sinks have done it.
+    // Unanswered flushes.
     let mut flushes: VecDeque<u64> = VecDeque::new();
     let mut flushed = 0;
     for sink in sinks.iter_mut() {
@@ -210,8 +210,10 @@ fn serve(client: &UnixStream, sinks: &mut [Sink]) -> Result<(), Error> {
             nbd::encode_reply(handle, &mut output);
             acknowledged += 1;
         }
-        let all_flushed = sinks.iter().map(|s| s.flushed).min().unwrap_or_default();
-        while flushed < all_flushed
+        let mut done: Vec<u64> = sinks.iter().map(|s| s.flushed).collect();
+        done.sort_unstable();
+        let reached = done[done.len() - NEEDED];
+        while flushed < reached
             && let Some(handle) = flushes.pop_front()
         {
             nbd::encode_reply(handle, &mut output);

@@ -37,8 +37,12 @@ pub fn print(results: &[CaseResult]) {
             latencies(&c.floor),
             latencies(&quoin),
         );
+        println!("{:<22} {} | {}", "", by_role(&c.floor), by_role(&quoin));
     }
-    println!("cpu: microseconds of all server processes per request; ratios: medians of pairs");
+    println!(
+        "cpu: microseconds of all server processes per request, and below by process (floor | Quoin); ratios: \
+         medians of pairs"
+    );
 }
 
 /// The figures that have a goal instead of a floor.
@@ -47,6 +51,14 @@ pub fn print_facts(facts: &[Fact]) {
         let Fact { name, value, unit, goal } = fact;
         println!("{name:<32} {value:>10.2} {unit} (goal: below {goal})");
     }
+}
+
+/// CPU time by process, without those that use next to none.
+fn by_role(figures: &Figures) -> String {
+    const SHOWN_US: f64 = 0.05;
+    let shown = figures.cpu_us_by_role.iter().filter(|(_, cpu_us)| **cpu_us >= SHOWN_US);
+    let shown: Vec<_> = shown.map(|(role, cpu_us)| format!("{role} {cpu_us:.1}")).collect();
+    shown.join(", ")
 }
 
 fn latencies(figures: &Figures) -> String {

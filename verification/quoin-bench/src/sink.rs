@@ -70,7 +70,7 @@ pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
         }
         have += n;
         let mut at = 0;
-        let before = writes;
+        let (before, mut flushes) = (writes, 0);
         while have - at >= HEADER_LEN {
             let (command, length, offset) = decode_header(&input[at..]);
             let length = length as usize;
@@ -83,8 +83,7 @@ pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
                 writes += 1;
                 at += HEADER_LEN + length;
             } else if command == nbd::FLUSH {
-                file.sync_data().map_err(Error::io("fdatasync"))?;
-                output.extend_from_slice(&encode_header(nbd::FLUSH, 0, 0));
+                flushes += 1;
                 at += HEADER_LEN;
             } else {
                 output.extend_from_slice(&encode_header(nbd::READ, length as u32, offset));
@@ -97,10 +96,17 @@ pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
         input.copy_within(at..have, 0);
         have -= at;
         if writes > before {
-            if sync {
+            if sync && flushes == 0 {
                 file.sync_data().map_err(Error::io("fdatasync"))?;
             }
             output.extend_from_slice(&encode_header(nbd::WRITE, 0, writes));
+        }
+        if flushes > 0 {
+            // One sync serves all flushes of a batch.
+            file.sync_data().map_err(Error::io("fdatasync"))?;
+            for _ in 0..flushes {
+                output.extend_from_slice(&encode_header(nbd::FLUSH, 0, 0));
+            }
         }
         stream.write_all(&output).map_err(Error::io("answer the relay"))?;
         output.clear();

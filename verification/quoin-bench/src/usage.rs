@@ -1,5 +1,6 @@
 //! CPU time and memory of processes, from /proc.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Returns the CPU time (user and system) that these processes have used so far; those that have
@@ -30,6 +31,24 @@ fn used(of: libc::c_int) -> Duration {
         Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec as u64)
     };
     time(usage.ru_utime) + time(usage.ru_stime)
+}
+
+/// Returns the CPU time that these processes have used so far, by what each of them is.
+pub fn cpu_by_role(pids: &[u32]) -> BTreeMap<String, Duration> {
+    let mut by_role = BTreeMap::new();
+    for pid in pids {
+        if let Some(role) = role(*pid) {
+            *by_role.entry(role).or_default() += cpu(&[*pid]);
+        }
+    }
+    by_role
+}
+
+/// Returns the first argument of one of Quoin's processes (`pool`, `target`, …), of one of the floor the second.
+pub fn role(pid: u32) -> Option<String> {
+    let line = command_line(pid)?;
+    let mut arguments = line.split(' ').skip(1).filter(|word| *word != "bench-part");
+    arguments.next().filter(|word| !word.is_empty()).map(str::to_owned)
 }
 
 fn cpu_ticks(pid: u32) -> Option<u64> {
