@@ -34,6 +34,7 @@ mod handover;
 mod heal;
 mod health;
 mod hosts;
+mod housekeeping;
 mod known_list;
 mod limits;
 mod listeners;

@@ -17,18 +17,22 @@ use crate::support::{block, stories};
 const BLOCK: u64 = 4096;
 
 /// A cluster and its peer, each with one pool.
-struct Two {
-    dev: Dev,
-    second: User,
-    scratch: Scratch,
+pub struct Two {
+    pub dev: Dev,
+    pub second: User,
+    pub scratch: Scratch,
 }
 
 impl Two {
     fn start(name: &str) -> Self {
+        Self::start_with(name, &["--no-attach"])
+    }
+
+    pub fn start_with(name: &str, flags: &[&str]) -> Self {
         let scratch = Scratch::new(name);
         let directory = scratch.cluster();
-        let flags = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
-        let dev = Dev::start(&directory, &flags);
+        let all = ["--peer", "--pools", "1", "--pool-size", "2GiB"];
+        let dev = Dev::start(&directory, &[&all[..], flags].concat());
         dev.wait_for_line("A second cluster is up");
         let second = User {
             admin_socket: directory.join("peer/run/admin.sock"),
@@ -41,16 +45,16 @@ impl Two {
         self.dev.ok(&["volume", "create", name, "--size", size, "--replicas", "1"]);
     }
 
-    fn enable(&self, of: &str) {
+    pub fn enable(&self, of: &str) {
         self.dev.ok(&["mirror", "enable", of, "--to", "second", "--every", "10s", "--wait"]);
     }
 
     /// Directory of the second cluster.
-    fn of_second(&self) -> PathBuf {
+    pub fn of_second(&self) -> PathBuf {
         self.dev.directory.join("peer")
     }
 
-    fn stop(self) {
+    pub fn stop(self) {
         self.dev.stop();
         drop(self.scratch);
     }
@@ -84,7 +88,7 @@ fn client(user: &User, volume: &str) -> Client {
     client_by(user, &["volume", "attach", volume, "--nbd"])
 }
 
-fn client_by(user: &User, attach: &[&str]) -> Client {
+pub fn client_by(user: &User, attach: &[&str]) -> Client {
     let mut address = String::new();
     user.eventually("the volume is attached", || {
         let output = user.quoin(attach);
@@ -101,7 +105,7 @@ fn client_by(user: &User, attach: &[&str]) -> Client {
     })
 }
 
-fn detach(user: &User, volume: &str, client: Client) {
+pub fn detach(user: &User, volume: &str, client: Client) {
     drop(client);
     user.ok(&["volume", "detach", volume]);
 }
@@ -131,7 +135,7 @@ fn refused(user: &User, arguments: &[&str]) -> String {
 }
 
 /// Writes these versions of blocks, each acknowledged.
-fn write(client: &Client, blocks: &[(u64, u64)]) {
+pub fn write(client: &Client, blocks: &[(u64, u64)]) {
     for (lba, version) in blocks {
         client.write(lba * BLOCK, block(*lba, *version).into(), false).unwrap();
     }
@@ -139,7 +143,7 @@ fn write(client: &Client, blocks: &[(u64, u64)]) {
 }
 
 #[track_caller]
-fn assert_holds(client: &Client, blocks: &[(u64, u64)]) {
+pub fn assert_holds(client: &Client, blocks: &[(u64, u64)]) {
     let newest: BTreeMap<u64, u64> = blocks.iter().copied().collect();
     for (lba, version) in newest {
         let found = client.read(lba * BLOCK, BLOCK as u32).unwrap();
@@ -147,7 +151,7 @@ fn assert_holds(client: &Client, blocks: &[(u64, u64)]) {
     }
 }
 
-fn some(from: u64, count: u64, version: u64) -> Vec<(u64, u64)> {
+pub fn some(from: u64, count: u64, version: u64) -> Vec<(u64, u64)> {
     (from..from + count).map(|lba| (lba * 7 % 4096, version)).collect()
 }
 

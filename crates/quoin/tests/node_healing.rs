@@ -436,3 +436,95 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     dev.stop();
     assert_nothing_is_left(&scratch.cluster());
 }
+
+/// Heals of each kind in a row, beside a volume that is used without its node's devices. `QUOIN_HEALS`: how many of
+/// each; then the longest pause of the other volume's IO is held to half a second too.
+#[test]
+fn heals_in_a_row_end_in_their_time_beside_io_of_another_volume() {
+    const HEAL_MAX: Duration = Duration::from_secs(30);
+    if !can_attach() || !have("mkfs.ext4") || !have("losetup") {
+        return;
+    }
+    let measured = std::env::var("QUOIN_HEALS").ok().and_then(|count| count.parse::<u32>().ok());
+    let scratch = Scratch::new("heals-in-a-row");
+    let dev = Dev::start(&scratch.cluster(), &["--pool-size", "512MiB"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    dev.ok(&["volume", "create", "beside", "--size", "16MiB"]);
+    let orchestrator = Orchestrator::new(&dev, &scratch.0);
+    let db = orchestrator.use_volume(&dev, "db", false, None);
+    let file = format!("{}/file", db.target);
+    write_synced(&file, "kept");
+    orchestrator.healed(&db, "well from the start");
+    let beside = dev.client("beside");
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let ends = || stop.load(std::sync::atomic::Ordering::Relaxed);
+    std::thread::scope(|scope| {
+        let io = scope.spawn(|| {
+            let mut longest = Duration::ZERO;
+            while !ends() {
+                let began = Instant::now();
+                beside.write(0, vec![7; 4096].into(), true).unwrap();
+                longest = longest.max(began.elapsed());
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            longest
+        });
+        // Stops the IO in every case: a scope waits for its threads.
+        let healed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            for kind in ["attach process", "device", "loop device", "mounts", "file system"] {
+                for turn in 0..measured.unwrap_or(1) {
+                    if !damage(&dev, &db, kind) {
+                        break;
+                    }
+                    let began = Instant::now();
+                    orchestrator.healed(&db, kind);
+                    let took = began.elapsed();
+                    println!("{kind}, {turn}: healed after {took:?}");
+                    assert!(took < HEAL_MAX, "{kind}: {took:?}");
+                    assert_eq!(std::fs::read_to_string(&file).unwrap(), "kept", "{kind}");
+                }
+            }
+        }));
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        let longest = io.join().unwrap();
+        if let Err(panic) = healed {
+            std::panic::resume_unwind(panic);
+        }
+        println!("the longest write beside the heals took {longest:?}");
+        if measured.is_some() {
+            assert!(longest < Duration::from_millis(500), "{longest:?}");
+        }
+    });
+    drop(beside);
+    dev.ok(&["volume", "detach", "beside"]);
+    orchestrator.end_use(&db);
+    orchestrator.take_from_node(&db);
+    dev.stop();
+}
+
+/// Damages a volume that is in use on its node; false: this kernel cannot.
+fn damage(dev: &Dev, db: &Used, kind: &str) -> bool {
+    match kind {
+        "attach process" => signal(dev.pid("attach").unwrap(), "KILL"),
+        "device" => dev.kill_together(&["attach", "attach-holder"]),
+        "loop device" => {
+            unmount_lazily(&db.target);
+            unmount_lazily(&db.staging);
+            let device = loop_devices(dev, &db.id).remove(0);
+            assert!(Command::new("losetup").arg("-d").arg(&device).status().unwrap().success());
+            eventually("the device is freed", || {
+                loop_devices(dev, &db.id).is_empty().then_some(())
+            });
+        }
+        "mounts" => {
+            unmount_lazily(&db.target);
+            unmount_lazily(&db.staging);
+        }
+        _ => {
+            let name = loop_devices(dev, &db.id).remove(0).file_name().unwrap().to_owned();
+            let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
+            return std::fs::write(&trigger, "1").is_ok();
+        }
+    }
+    true
+}

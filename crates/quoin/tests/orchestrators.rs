@@ -47,11 +47,19 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
+/// The answer to ResyncVolume, with the presence of its field.
+#[derive(Clone, PartialEq, prost::Message)]
+struct ReadyOnTheWire {
+    #[prost(bool, optional, tag = "1")]
+    ready: Option<bool>,
+}
+
 /// One cluster, as orchestrators reach it.
 struct Side<'a> {
     runtime: &'a tokio::runtime::Runtime,
     directory: PathBuf,
     node: String,
+    addons: Channel,
     csi: ControllerClient<Channel>,
     replication: Replication<Channel>,
     groups: Groups<Channel>,
@@ -88,8 +96,18 @@ impl<'a> Side<'a> {
             node,
             csi: ControllerClient::new(csi),
             replication: Replication::new(addons.clone()),
-            groups: Groups::new(addons),
+            groups: Groups::new(addons.clone()),
+            addons,
         }
+    }
+
+    /// The epochs of the targets of the group's volumes.
+    fn epochs(&self) -> [serde_json::Value; 2] {
+        let person = crate::common::User {
+            admin_socket: self.directory.join("run/admin.sock"),
+            logs: self.directory.join("logs"),
+        };
+        ["a", "b"].map(|name| person.json(&["volume", "get", name])["epoch"].clone())
     }
 
     fn create(&self, name: &str, from: Option<&str>) -> String {
@@ -234,11 +252,22 @@ impl<'a> Side<'a> {
         self.runtime.block_on(self.replication.clone().demote_volume(request)).map(drop)
     }
 
+    /// Reads the answer as it is on the wire: a field that is absent there means that the copy is not ready.
     fn resync(&self, source: &Option<ReplicationSource>, force: bool) -> Result<bool, Status> {
         let request =
             ResyncVolumeRequest { replication_source: source.clone(), force, ..Default::default() };
-        let answer = self.runtime.block_on(self.replication.clone().resync_volume(request))?;
-        Ok(answer.into_inner().ready)
+        let mut wire = tonic::client::Grpc::new(self.addons.clone());
+        let path = tonic::codegen::http::uri::PathAndQuery::from_static(
+            "/replication.Controller/ResyncVolume",
+        );
+        let codec = tonic_prost::ProstCodec::<ResyncVolumeRequest, ReadyOnTheWire>::default();
+        let answer = self.runtime.block_on(async {
+            wire.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
+            wire.unary(tonic::Request::new(request), path, codec).await
+        })?;
+        let ready = answer.into_inner().ready;
+        assert_ne!(ready, Some(false), "what is not ready is not written");
+        Ok(ready.unwrap_or(false))
     }
 
     /// Turns of the manager for what is to be secondary, until it is.
@@ -452,7 +481,7 @@ impl Application {
 
 /// Proves REPL-ENABLE-18, REPL-PROMOTE-20, REPL-PROMOTE-22, REPL-PROMOTE-23, REPL-DEMOTE-19, REPL-RESYNC-12,
 /// REPL-INFO-09, REPL-INFO-22, REPL-DEST-09, REPL-COPY-01, REPL-COPY-02, REPL-COPY-05, REPL1-PROMOTE-01,
-/// ADDONS-GROUP-22.
+/// REPL1-RESYNC-13, ADDONS-GROUP-11, ADDONS-GROUP-22.
 #[test]
 fn orchestrators_deploy_fail_over_clean_up_and_come_back_and_every_byte_is_there() {
     let scratch = Scratch::new("orchestrators");
@@ -522,6 +551,7 @@ fn deploy(first: &Side, second: &Side) -> Application {
     }
     wait_for_sync(first, &source);
     wait_for_sync(first, &volume(&alone));
+    give_the_present_members_again(first, &mut application);
     assert_eq!(code(&second.info(&source)), Code::FailedPrecondition, "it is a copy");
     assert_eq!(second.destination(&source).unwrap(), Destination::Volumegroup(found));
 
@@ -543,6 +573,45 @@ fn deploy(first: &Side, second: &Side) -> Application {
     assert_eq!(code(&second.promote(&source, "refuse", false)), Code::Aborted);
     assert_eq!(code(&second.promote(&source, "refuse", true)), Code::Aborted);
     application
+}
+
+/// The members that a group has are asked for again and again, beside writes and exchanges.
+fn give_the_present_members_again(first: &Side, application: &mut Application) {
+    let source = group(&application.group);
+    let [a, b] = application.ids().map(str::to_owned);
+    let client = first.open(&a);
+    let before = first.epochs();
+    let destination = first.destination(&source).unwrap();
+    let synced = first.info(&source).unwrap().last_sync_time.unwrap();
+    let (mut version, mut longest) = (10, Duration::ZERO);
+    let began = Instant::now();
+    // Longer than an interval of the exchanges.
+    while began.elapsed() < Duration::from_secs(12) {
+        let order = if version % 2 == 0 { [a.as_str(), &b] } else { [b.as_str(), &a] };
+        let answer = std::thread::scope(|scope| {
+            let call = scope.spawn(|| first.modify_group(&application.group, &order));
+            while !call.is_finished() {
+                let began = Instant::now();
+                client.write(0, block(0, version).into(), true).unwrap();
+                longest = longest.max(began.elapsed());
+            }
+            call.join().unwrap()
+        });
+        assert_eq!(answer.unwrap(), 2);
+        let info = first.info(&source).unwrap();
+        assert_ne!(info.status(), State::Error, "{info:?}");
+        application.written.get_mut(&a).unwrap().insert(0, version);
+        version += 1;
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    println!("the longest write beside {} calls took {longest:?}", version - 10);
+    wait_for_sync(first, &source);
+    let info = first.info(&source).unwrap();
+    assert!(info.last_sync_time.unwrap().seconds > synced.seconds, "the exchanges go on");
+    assert!(info.last_sync_bytes < VOLUME_BYTES as i64 / 8, "with what changed alone: {info:?}");
+    assert_eq!(first.epochs(), before, "no target opened a volume again");
+    assert_eq!(first.destination(&source).unwrap(), destination);
+    first.close(&a, client);
 }
 
 /// With `takeOver` a failover beside a primary that lives loses nothing; then the volume is relocated.

@@ -1,14 +1,13 @@
 //! `quoin volume reclaim`: what is dead in a volume's replicas is given back to their pools.
 
-use std::time::{Duration, Instant};
-
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use quoin_api::control::{ReclaimVolumeRequest, ReclaimVolumeResponse};
 use serde::Serialize;
 
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::output::{self, Format};
+use crate::pace::{self, Part, UnderWay};
 use crate::size::show_size;
 
 pub const HELP: &str = "Pools give such space back by themselves, the sooner the less is free. This command is \
@@ -16,9 +15,6 @@ pub const HELP: &str = "Pools give such space back by themselves, the sooner the
                         trimmed first (`fstrim`), or mounted with\n`discard`. Nothing that can be \
                         read changes, and the volume stays in use.\n\nExample:\n  \
                         quoin volume reclaim db";
-
-/// Longest wait of one call, and interval of lines about how far it is.
-const STEP: Duration = Duration::from_secs(2);
 
 #[derive(Args)]
 pub struct ReclaimOptions {
@@ -39,12 +35,48 @@ struct ReclaimView {
     bytes: u64,
 }
 
-fn progress(so_far: &ReclaimVolumeResponse) -> String {
-    format!(
-        "its replicas held {} and hold {}",
-        show_size(so_far.before_bytes),
-        show_size(so_far.bytes)
-    )
+/// The order as it was answered last.
+struct Reclaim {
+    name: String,
+    answer: ReclaimVolumeResponse,
+    freed_bytes: u64,
+    /// How much is dead is not known before it is over.
+    total_bytes: u64,
+}
+
+impl Reclaim {
+    fn of(name: &str, answer: ReclaimVolumeResponse) -> Self {
+        let freed_bytes = answer.before_bytes.saturating_sub(answer.bytes);
+        Self { name: name.to_owned(), answer, freed_bytes, total_bytes: 0 }
+    }
+
+    fn figures(&self) -> String {
+        let ReclaimVolumeResponse { before_bytes, bytes, .. } = self.answer;
+        format!("its replicas held {} and hold {}", show_size(before_bytes), show_size(bytes))
+    }
+}
+
+impl UnderWay for Reclaim {
+    fn is_done(&self) -> bool {
+        self.answer.done
+    }
+
+    fn state_text(&self) -> String {
+        self.figures()
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        let (done_bytes, total_bytes) = (&mut self.freed_bytes, &mut self.total_bytes);
+        vec![Part { name: self.name.clone(), done_bytes, total_bytes }]
+    }
+
+    fn left_bytes(&self) -> u64 {
+        0
+    }
+
+    fn progress(&self, _: &str) -> String {
+        format!("space of volume {} is being given back: {}", self.name, self.figures())
+    }
 }
 
 pub async fn reclaim(
@@ -55,38 +87,20 @@ pub async fn reclaim(
 ) -> Result<()> {
     let found = get_volume(cluster, &options.volume).await?;
     let name = output::plain(&options.volume).to_string();
-    let mut interrupts = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt())?;
-    let began = Instant::now();
-    let answer = loop {
-        let left = client.timeout().saturating_sub(began.elapsed());
-        let wait = if options.no_wait { Duration::ZERO } else { left.min(STEP) };
-        let request = ReclaimVolumeRequest {
-            volume: Some(id_ref(&found.id)),
-            wait_ms: wait.as_millis() as u32,
-        };
-        let answer = tokio::select! {
-            answer = cluster.reclaim_volume(request) => answer.map_err(refusal)?.into_inner(),
-            _ = interrupts.recv() => bail!(crate::pace::Interrupted::new(format!(
-                "space of volume {name} goes on being given back"
-            ))),
-        };
-        if answer.done || options.no_wait {
-            break answer;
-        }
-        if began.elapsed() >= client.timeout() {
-            bail!(
-                "space of volume {name} is still being given back after {} s: {}. It goes on by itself; \
-                 the same command waits for it again",
-                client.timeout,
-                progress(&answer)
-            );
-        }
-        eprintln!("space of volume {name} is being given back: {}", progress(&answer));
+    // The order is given once; another call of it tells how far it is.
+    let mut ask = async || {
+        let request = ReclaimVolumeRequest { volume: Some(id_ref(&found.id)), wait_ms: 0 };
+        let answer = cluster.reclaim_volume(request).await.map_err(refusal)?.into_inner();
+        Ok(Reclaim::of(&name, answer))
     };
-    let ReclaimVolumeResponse { done, before_bytes, bytes } = answer;
+    let mut last = ask().await?;
+    if !options.no_wait {
+        last = pace::follow(last, client, ask).await?;
+    }
+    let ReclaimVolumeResponse { done, before_bytes, bytes } = last.answer;
     let view = ReclaimView { volume: name.clone(), done, before_bytes, bytes };
     output::print_one(format, &view, || match done {
-        true => format!("volume {name}: {}", progress(&answer)),
+        true => format!("volume {name}: {}", last.figures()),
         false => format!("space of volume {name} is being given back"),
     })
 }
