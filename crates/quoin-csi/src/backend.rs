@@ -4,7 +4,7 @@ mod mirrors;
 
 pub(crate) use mirrors::Source;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use quoin_api::control::cluster_client::ClusterClient;
@@ -22,15 +22,37 @@ const DEADLINE: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub struct Backend {
     client: ClusterClient<TermChannel>,
-    /// Time of the last answer.
-    answered: Arc<Mutex<Option<Instant>>>,
+    contact: Arc<Mutex<Contact>>,
+}
+
+/// Answers of the control plane, and failures of checks of it.
+#[derive(Default)]
+struct Contact {
+    has_answered: bool,
+    /// Since when checks of it fail. A process that asked nothing for long knows of no silence.
+    fails_since: Option<Instant>,
+}
+
+impl Contact {
+    fn answered(&mut self) {
+        *self = Self { has_answered: true, fails_since: None };
+    }
+
+    fn failed(&mut self, now: Instant) {
+        self.fails_since.get_or_insert(now);
+    }
+
+    fn silence(&self, now: Instant) -> Option<Duration> {
+        let lasts = self.fails_since.map_or(Duration::ZERO, |since| now.duration_since(since));
+        self.has_answered.then_some(lasts)
+    }
 }
 
 impl Backend {
     /// Returns a client over a channel that may connect later.
     #[must_use]
     pub fn new(channel: impl Into<TermChannel>) -> Self {
-        Self { client: ClusterClient::new(channel.into()), answered: Arc::default() }
+        Self { client: ClusterClient::new(channel.into()), contact: Arc::default() }
     }
 
     fn request<T>(message: T) -> Request<T> {
@@ -44,16 +66,19 @@ impl Backend {
         self.silence().is_some()
     }
 
-    /// Returns the time since the control plane answered; `None`: it never did.
+    fn contact(&self) -> MutexGuard<'_, Contact> {
+        self.contact.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the time for which checks of the control plane fail; `None`: it never answered.
     pub fn silence(&self) -> Option<Duration> {
-        let last = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
-        last.map(|last| last.elapsed())
+        self.contact().silence(Instant::now())
     }
 
     /// Notes that the control plane was reached, and returns its answer in the interface's codes.
     fn answered<T>(&self, answer: Result<Response<T>, Status>) -> Result<T, Status> {
         let answer = answer.map_err(|status| from_control(&status))?;
-        *self.answered.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        self.contact().answered();
         Ok(answer.into_inner())
     }
 
@@ -61,8 +86,13 @@ impl Backend {
     pub async fn ping(&self) -> Result<(), Status> {
         let mut request = Request::new(api::GetClusterInfoRequest {});
         request.set_timeout(Duration::from_secs(5));
+        let asked = Instant::now();
         let answer = self.client.clone().get_cluster_info(request).await;
-        self.answered(answer).map(drop)
+        let answer = self.answered(answer).map(drop);
+        if answer.is_err() {
+            self.contact().failed(asked);
+        }
+        answer
     }
 
     pub async fn create_volume(
@@ -463,4 +493,26 @@ fn snapshot_by_id(id: &str) -> Option<api::SnapshotRef> {
 /// Returns whether the text is 32 lower-case hex digits, the form of all issued ids.
 pub fn is_id(id: &str) -> bool {
     id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silence_counts_from_the_first_check_that_failed_since_the_last_answer() {
+        let began = Instant::now();
+        let at = |seconds| began + Duration::from_secs(seconds);
+        let mut contact = Contact::default();
+        contact.failed(at(0));
+        assert_eq!(contact.silence(at(60)), None, "it never answered");
+        contact.answered();
+        // Nobody asked for an hour.
+        assert_eq!(contact.silence(at(3600)), Some(Duration::ZERO));
+        contact.failed(at(3600));
+        contact.failed(at(3610));
+        assert_eq!(contact.silence(at(3630)), Some(Duration::from_secs(30)));
+        contact.answered();
+        assert_eq!(contact.silence(at(3640)), Some(Duration::ZERO));
+    }
 }

@@ -89,7 +89,11 @@ impl Metrics {
         // Calls of methods that do not exist must not make new series.
         const UNIMPLEMENTED: i32 = 12;
         let is_served = path.starts_with("/csi.v1.") || crate::addons::has(path);
-        let named = path.rsplit('/').next().filter(|_| is_served);
+        let named = match path {
+            // CSI has a call of the same name.
+            "/identity.Identity/Probe" => Some("CSIAddonsProbe"),
+            _ => path.rsplit('/').next().filter(|_| is_served),
+        };
         let method = match named {
             Some(method) if code != UNIMPLEMENTED => method.to_owned(),
             _ => "other".to_owned(),
@@ -155,12 +159,14 @@ mod tests {
         metrics.called("/csi.v1.Node/Invented", 12, Instant::now());
         metrics.called("/elsewhere/Probe", 0, Instant::now());
         metrics.called("/healer.HealerNode/NodeHealer", 5, Instant::now());
+        metrics.called("/identity.Identity/Probe", 0, Instant::now());
         let text = metrics.render();
         let staged = r#"quoin_node_calls_total{method="NodeStageVolume",code="9"} 1"#;
         assert!(text.contains(staged), "{text}");
         assert!(text.contains(r#"method="other",code="12"} 1"#), "{text}");
         assert!(text.contains(r#"method="NodeHealer",code="5"} 1"#), "{text}");
-        assert!(!text.contains("Invented") && !text.contains("Probe"), "{text}");
+        assert!(text.contains(r#"method="CSIAddonsProbe",code="0"} 1"#), "{text}");
+        assert!(!text.contains("Invented") && !text.contains(r#""Probe""#), "{text}");
         assert!(text.contains("quoin_node_call_duration_seconds_count"), "{text}");
     }
 }

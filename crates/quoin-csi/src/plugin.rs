@@ -51,6 +51,9 @@ const IDLE_LOOK: Duration = Duration::from_millis(500);
 /// Longest search for the reason of a wait.
 const REASON_MAX: Duration = Duration::from_secs(1);
 
+/// Kind of the object of calls that change a volume's replication.
+pub(crate) const REPLICATION_OF_VOLUME: &str = "replication of volume";
+
 /// The object of a call: one call at a time works on it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Subject {
@@ -306,7 +309,9 @@ impl Plugin {
         let progress =
             self.node().filter(|_| is_volume).and_then(|n| n.host.progress(&subject.key));
         let asked = match subject.what {
-            "volume" => crate::backend::by_id(&subject.key),
+            "volume" | REPLICATION_OF_VOLUME | "reclaimed volume" => {
+                crate::backend::by_id(&subject.key)
+            }
             "volume name" => Some(VolumeRef { name: subject.key.clone(), ..Default::default() }),
             _ => None,
         };

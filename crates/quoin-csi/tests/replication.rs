@@ -435,6 +435,10 @@ async fn a_volume_is_enabled_once_the_peer_has_its_copy_and_one_call_at_a_time_w
         let nothing = ask(&client, Info, asked).await;
         assert_code(Info, "nothing is complete there", &nothing, Code::NotFound);
     }
+    let request = DeleteVolumeRequest { volume_id: db.clone(), ..Default::default() };
+    let deleted = world.controller.delete_volume(request).await.unwrap_err();
+    assert_eq!(deleted.code(), Code::Aborted, "its replication changes: {deleted}");
+    assert!(deleted.message().contains("replication of volume"), "{deleted}");
     let unknown = destination(&client, source(), HashMap::new()).await.unwrap_err();
     assert_eq!(unknown.code(), Code::Unavailable, "the peer has confirmed nothing: {unknown}");
     peer.answers(Answers::Copies);

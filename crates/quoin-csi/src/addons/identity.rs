@@ -54,7 +54,7 @@ impl Identity for IdentityService {
     }
 }
 
-/// Judges by whether the controller answers now, and how long ago it did.
+/// Judges by whether the controller answers now, and for how long it has not.
 ///
 /// # Errors
 /// 9 once it was silent for too long.

@@ -19,6 +19,7 @@ use crate::capability::{self, Capability, CapabilityError};
 use crate::capacity::{Range, signed};
 use crate::edition::Edition;
 use crate::in_flight::run_to_completion;
+use crate::plugin::REPLICATION_OF_VOLUME;
 use crate::refusal::{self, invalid, missing, out_of_range};
 use crate::{Plugin, context, encryption, health, limits, parameters, topology};
 
@@ -120,6 +121,8 @@ impl Controller for ControllerService {
         limits::required("volume_id", &request.volume_id)?;
         self.0.admit("DeleteVolume", &mut request.secrets)?;
         let held = self.0.begin("volume", &request.volume_id).await?;
+        // A promotion or demotion meanwhile would change the rule by which it is deleted.
+        let held = (held, self.0.begin(REPLICATION_OF_VOLUME, &request.volume_id).await?);
         run_to_completion("DeleteVolume", async move {
             let _held = held;
             backend.delete_volume(&request.volume_id).await?;

@@ -22,6 +22,7 @@ use tonic::{Code, Request, Response, Status};
 
 use crate::backend::{Backend, Source};
 use crate::in_flight::Guard;
+use crate::plugin::REPLICATION_OF_VOLUME;
 use crate::refusal;
 use crate::{Plugin, addons};
 
@@ -78,7 +79,7 @@ impl ReplicationService {
     /// Takes the source for a call that changes something.
     async fn begin(&self, source: &Source) -> Result<Guard, Status> {
         let what = match source {
-            Source::Volume(_) => "replication of volume",
+            Source::Volume(_) => REPLICATION_OF_VOLUME,
             Source::Group(_) => "replication of group",
         };
         self.0.begin(what, source.id()).await
