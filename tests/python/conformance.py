@@ -258,6 +258,263 @@ class Conformance:
 
             self.row("HEAL-GENERAL-04 HEAL-RESP-03", healed)
 
+    def reclaiming(self, volume, staging, elsewhere):
+        """Space that is given back, of a volume that is in use."""
+        from csi_addons import reclaimspace_pb2 as pb
+
+        bad, absent = CODE.INVALID_ARGUMENT, CODE.NOT_FOUND
+        on_node, of_pools = self.driver.reclaims_on_node, self.driver.reclaims
+        whole = dict(volume_id=volume.volume_id, staging_target_path=str(staging))
+        ask = lambda **fields: pb.NodeReclaimSpaceRequest(**{**whole, **fields})
+        order = lambda volume_id, **fields: pb.ControllerReclaimSpaceRequest(volume_id=volume_id, **fields)
+        self.refused("ADDONS-RECLAIM-02", on_node, ask(volume_id=""), bad)
+        self.refused("ADDONS-RECLAIM-02", of_pools, order(""), bad)
+        self.refused("ADDONS-RECLAIM-03", on_node, ask(volume_id=UNKNOWN), absent)
+        self.refused("ADDONS-RECLAIM-03", of_pools, order(UNKNOWN), absent)
+        self.refused("ADDONS-RECLAIM-08", on_node, ask(staging_target_path=""), bad)
+        self.refused("ADDONS-RECLAIM-08", on_node, ask(staging_target_path="a/b"), bad)
+        self.refused("ADDONS-RECLAIM-08", on_node, ask(volume_path="a/b"), bad)
+        self.refused("ADDONS-RECLAIM-09", on_node, ask(staging_target_path=str(elsewhere)), absent)
+        self.row("ADDONS-RECLAIM-08", lambda: self.driver.call(on_node, ask()))
+
+        def given_back():
+            parameters = {**volume.volume_context, "storage.kubernetes.io/csiProvisionerIdentity": "x"}
+            told = self.driver.call(of_pools, order(volume.volume_id, parameters=parameters))
+            for usage in (told.pre_usage, told.post_usage):
+                check(usage.usage_bytes >= 0, f"{told}")
+
+        self.row("ADDONS-RECLAIM-05 ADDONS-RECLAIM-11", given_back)
+
+    def rotation(self, volume):
+        """Keys of an encrypted volume, and of one that has none."""
+        from csi_addons import encryptionkeyrotation_pb2 as pb
+
+        driver, rotate = self.driver, self.driver.rotates
+        ask = lambda volume_id, **fields: pb.EncryptionKeyRotateRequest(volume_id=volume_id, **fields)
+        keys = [f"{number}-correct horse battery staple" for number in range(3)]
+        secret = lambda key: {"encryptionKey": key}
+        self.refused("ADDONS-KEYROTATE-02", rotate, ask("", encryption_key=keys[1]), CODE.INVALID_ARGUMENT)
+        self.refused("ADDONS-KEYROTATE-03", rotate, ask(UNKNOWN, encryption_key=keys[1]), CODE.NOT_FOUND)
+        plain = ask(volume.volume_id, encryption_key=keys[1])
+        self.refused("ADDONS-KEYROTATE-04", rotate, plain, CODE.FAILED_PRECONDITION)
+        locked = self.make(
+            f"{self.name}-locked", SIZE, parameters={"encrypted": "true"}, secrets=secret(keys[0])
+        ).volume_id
+        no_key = CODE.UNAUTHENTICATED
+        self.refused("ADDONS-KEYROTATE-09", rotate, ask(locked), no_key)
+        self.refused("ADDONS-KEYROTATE-09", rotate, ask(locked, encryption_key=keys[1]), no_key)
+        wrong = ask(locked, encryption_key=keys[1], secrets=secret(keys[2]))
+        self.refused("ADDONS-KEYROTATE-09", rotate, wrong, no_key)
+
+        def rotated():
+            request = ask(
+                locked,
+                encryption_key=keys[1],
+                secrets=secret(keys[0]),
+                parameters={"unheardOf": "x"},
+                volume_capability=self.pb.VolumeCapability(),
+            )
+            driver.call(rotate, request)
+            driver.call(rotate, ask(locked, encryption_key=keys[1], secrets=secret(keys[1])))
+
+        self.row("ADDONS-KEYROTATE-08 ADDONS-KEYROTATE-10", rotated)
+        staging = self.directory / "locked"
+        staging.mkdir()
+        context = driver.call(
+            driver.controller.ControllerPublishVolume, self.publication(locked)
+        ).publish_context
+        stage = lambda key: self.stage(locked, staging, context, secrets=secret(key))
+        self.refused("ADDONS-KEYROTATE-05", driver.node.NodeStageVolume, stage(keys[0]), no_key)
+
+        def opened():
+            driver.call(driver.node.NodeStageVolume, stage(keys[1]))
+            # The target has the data key now: the new key alone is sent, as the secret.
+            driver.call(rotate, ask(locked, secrets=secret(keys[2])))
+            out = self.pb.NodeUnstageVolumeRequest(volume_id=locked, staging_target_path=str(staging))
+            driver.call(driver.node.NodeUnstageVolume, out)
+            driver.refused(driver.node.NodeStageVolume, stage(keys[1]), no_key)
+            driver.call(driver.node.NodeStageVolume, stage(keys[2]))
+            driver.call(driver.node.NodeUnstageVolume, out)
+
+        self.row("ADDONS-KEYROTATE-05", opened)
+        driver.call(
+            driver.controller.ControllerUnpublishVolume,
+            self.pb.ControllerUnpublishVolumeRequest(volume_id=locked, node_id=self.node_id),
+        )
+
+    def fencing(self):
+        """Fences of addresses that nobody has."""
+        from csi_addons import fence_pb2 as pb
+
+        driver, fences = self.driver, self.driver.fences
+        cidrs = lambda blocks: [pb.CIDR(cidr=block) for block in blocks]
+        left_over = {"clusterID": "rook-ceph"}
+        fence = lambda *blocks: pb.FenceClusterNetworkRequest(cidrs=cidrs(blocks), parameters=left_over)
+        lift = lambda *blocks: pb.UnfenceClusterNetworkRequest(cidrs=cidrs(blocks), parameters=left_over)
+
+        def fenced():
+            listed = driver.call(fences.ListClusterFence, pb.ListClusterFenceRequest(parameters=left_over))
+            return sorted(one.cidr for one in listed.cidrs)
+
+        bad = CODE.INVALID_ARGUMENT
+        for method, request in ((fences.FenceClusterNetwork, fence), (fences.UnfenceClusterNetwork, lift)):
+            self.refused("ADDONS-FENCE-03", method, request(), bad)
+            for wrong in ("192.0.2.7", "192.0.2.0/33", "node-a/32", "2001:db8::/129"):
+                self.refused("ADDONS-FENCE-04", method, request("198.51.100.0/24", wrong), bad)
+
+        def in_force():
+            check(not fenced(), f"{fenced()}")
+            for _ in range(2):
+                driver.call(fences.FenceClusterNetwork, fence("192.0.2.0/24", "2001:db8::/64"))
+            driver.call(fences.FenceClusterNetwork, fence("192.0.2.8/29"))
+            check(fenced() == ["192.0.2.0/24", "192.0.2.8/29", "2001:db8::/64"], f"{fenced()}")
+            # One that is not fenced counts as lifted, and another one stays.
+            driver.call(fences.UnfenceClusterNetwork, lift("192.0.2.0/24", "198.51.100.0/24"))
+            check(fenced() == ["192.0.2.8/29", "2001:db8::/64"], f"{fenced()}")
+            for _ in range(2):
+                driver.call(fences.UnfenceClusterNetwork, lift("192.0.2.8/29", "2001:db8::/64"))
+            check(not fenced(), f"{fenced()}")
+
+        self.row("ADDONS-FENCE-04 ADDONS-FENCE-09 ADDONS-FENCE-12 ADDONS-FENCE-14", in_force)
+
+        def clients():
+            told = driver.call(fences.GetFenceClients, pb.GetFenceClientsRequest(parameters=left_over)).clients
+            check(len(told) == 1 and told[0].id == self.node_id, f"{told}")
+            blocks = [one.cidr for one in told[0].addresses]
+            check(blocks and all(block.endswith(("/32", "/128")) for block in blocks), f"{blocks}")
+            check(not any(block.startswith("127.") or block == "::1/128" for block in blocks), f"{blocks}")
+
+        self.row("ADDONS-FENCE-13 ADDONS-FENCE-14", clients)
+
+    def volume_groups(self, volume):
+        """Volume groups, whose members live on."""
+        from csi_addons import volumegroup_pb2 as pb
+
+        driver, groups = self.driver, self.driver.groups
+        bad, absent, unfit = CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.FAILED_PRECONDITION
+        first, second = volume.volume_id, self.make(f"{self.name}-member").volume_id
+        name = f"{self.name}-group"
+        create = lambda name, *ids, **class_: pb.CreateVolumeGroupRequest(
+            name=name, volume_ids=ids, parameters=class_
+        )
+        modify = lambda group, *ids: pb.ModifyVolumeGroupMembershipRequest(volume_group_id=group, volume_ids=ids)
+        delete = lambda group: pb.DeleteVolumeGroupRequest(volume_group_id=group)
+        get = lambda group: pb.ControllerGetVolumeGroupRequest(volume_group_id=group)
+        page = lambda **fields: pb.ListVolumeGroupsRequest(**fields)
+        members = lambda group: sorted(one.volume_id for one in group.volumes)
+        for wrong in ("", "x" * 129):
+            self.refused("ADDONS-GROUP-02", groups.CreateVolumeGroup, create(wrong), bad)
+        for class_ in ({"unheardOf": "x"}, {"schedulingInterval": "0m"}):
+            self.refused("ADDONS-GROUP-06", groups.CreateVolumeGroup, create(name, first, **class_), bad)
+        self.refused("ADDONS-GROUP-07", groups.CreateVolumeGroup, create(name, first, UNKNOWN), absent)
+        made = driver.call(groups.CreateVolumeGroup, create(name, second, first, second)).volume_group
+        group = made.volume_group_id
+        both = sorted((first, second))
+        self.row("ADDONS-GROUP-03", lambda: check(group and members(made) == both, f"{made}"))
+
+        def again():
+            told = driver.call(groups.CreateVolumeGroup, create(name, first)).volume_group
+            check(told == made, f"{told}")
+
+        self.row("ADDONS-GROUP-04", again)
+        other = create(name, first, volumeGroupNamePrefix="dr-")
+        self.refused("ADDONS-GROUP-05", groups.CreateVolumeGroup, other, CODE.ALREADY_EXISTS)
+        taken = create(f"{name}-2", first)
+        self.refused("ADDONS-GROUP-08", groups.CreateVolumeGroup, taken, unfit)
+        self.refused("ADDONS-GROUP-09", groups.ModifyVolumeGroupMembership, modify("", first), bad)
+        self.refused("ADDONS-GROUP-09", groups.DeleteVolumeGroup, delete(""), bad)
+        self.refused("ADDONS-GROUP-09", groups.ControllerGetVolumeGroup, get(""), bad)
+        self.refused("ADDONS-GROUP-12", groups.ModifyVolumeGroupMembership, modify(UNKNOWN, first), absent)
+        self.refused("ADDONS-GROUP-12", groups.ModifyVolumeGroupMembership, modify(group, UNKNOWN), absent)
+        empty = driver.call(groups.CreateVolumeGroup, create(f"{name}-3")).volume_group.volume_group_id
+        self.refused("ADDONS-GROUP-13", groups.ModifyVolumeGroupMembership, modify(empty, first), bad)
+        self.refused("ADDONS-GROUP-16", groups.DeleteVolumeGroup, delete(group), unfit)
+        member = self.pb.DeleteVolumeRequest(volume_id=second)
+        self.refused("ADDONS-GROUP-18", driver.controller.DeleteVolume, member, unfit)
+        self.refused("ADDONS-GROUP-19", groups.ControllerGetVolumeGroup, get(UNKNOWN), absent)
+        self.refused("ADDONS-GROUP-20", groups.ListVolumeGroups, page(max_entries=-1), bad)
+        self.refused("ADDONS-GROUP-21", groups.ListVolumeGroups, page(starting_token="x"), CODE.ABORTED)
+
+        def found():
+            told = driver.call(groups.ControllerGetVolumeGroup, get(group)).volume_group
+            check(members(told) == both and all(one.capacity_bytes for one in told.volumes), f"{told}")
+            listed, token = [], ""
+            while True:
+                answer = driver.call(groups.ListVolumeGroups, page(max_entries=1, starting_token=token))
+                check(len(answer.entries) <= 1, f"{answer}")
+                listed += [one.volume_group.volume_group_id for one in answer.entries]
+                token = answer.next_token
+                if not token:
+                    break
+            check(group in listed and empty in listed, f"{listed}")
+
+        self.row("ADDONS-GROUP-19 ADDONS-GROUP-20", found)
+
+        def changed():
+            for ids in ((second,), (second,), (first, second), ()):
+                told = driver.call(groups.ModifyVolumeGroupMembership, modify(group, *ids)).volume_group
+                check(members(told) == sorted(ids), f"{told}")
+            for one in (group, group, empty, UNKNOWN):
+                driver.call(groups.DeleteVolumeGroup, delete(one))
+            for volume_id in both:
+                request = self.pb.ControllerGetVolumeRequest(volume_id=volume_id)
+                driver.call(driver.controller.ControllerGetVolume, request)
+
+        self.row("ADDONS-GROUP-10 ADDONS-GROUP-15 ADDONS-GROUP-17", changed)
+
+    def replication(self, volume):
+        """Replication of a volume without a peer, as clients of both editions call it."""
+        from csi_addons import replication_pb2 as pb
+
+        driver, service = self.driver, self.driver.replication
+        bad, absent, unfit = CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.FAILED_PRECONDITION
+        of_volume = lambda volume_id: pb.ReplicationSource(
+            volume=pb.ReplicationSource.VolumeSource(volume_id=volume_id)
+        )
+        # Rows: no source, an unknown one, one that is not replicated; of the first edition.
+        for method, message, none, unknown, off, first in (
+            ("EnableVolumeReplication", pb.EnableVolumeReplicationRequest,
+             "REPL-ENABLE-03 REPL-ENABLE-11", "REPL-ENABLE-12", "REPL-ENABLE-17",
+             "REPL1-ENABLE-01 REPL1-ENABLE-04|REPL1-ENABLE-05|"),
+            ("DisableVolumeReplication", pb.DisableVolumeReplicationRequest,
+             "REPL-DISABLE-03 REPL-DISABLE-11", "REPL-DISABLE-12", "",
+             "REPL1-DISABLE-01 REPL1-DISABLE-04|REPL1-DISABLE-05|"),
+            ("PromoteVolume", pb.PromoteVolumeRequest,
+             "REPL-PROMOTE-03 REPL-PROMOTE-13", "REPL-PROMOTE-14", "REPL-PROMOTE-15",
+             "REPL1-PROMOTE-01 REPL1-PROMOTE-05|REPL1-PROMOTE-06|REPL1-PROMOTE-07"),
+            ("DemoteVolume", pb.DemoteVolumeRequest,
+             "REPL-DEMOTE-03 REPL-DEMOTE-12", "REPL-DEMOTE-13", "REPL-DEMOTE-14",
+             "REPL1-DEMOTE-01 REPL1-DEMOTE-05|REPL1-DEMOTE-06|REPL1-DEMOTE-07"),
+            ("ResyncVolume", pb.ResyncVolumeRequest,
+             "REPL-RESYNC-03 REPL-RESYNC-13", "REPL-RESYNC-14", "REPL-RESYNC-15",
+             "REPL1-RESYNC-01 REPL1-RESYNC-05|REPL1-RESYNC-06|REPL1-RESYNC-07"),
+            ("GetVolumeReplicationInfo", pb.GetVolumeReplicationInfoRequest,
+             "REPL-INFO-03 REPL-INFO-13", "REPL-INFO-14", "REPL-INFO-15", "||"),
+        ):
+            call = getattr(service, method)
+            first_none, first_unknown, first_off = first.split("|")
+            self.refused(f"{none} {first_none}", call, message(), bad)
+            self.refused(none, call, message(replication_source=of_volume("")), bad)
+            self.refused(unknown, call, message(replication_source=of_volume(UNKNOWN)), absent)
+            self.refused(first_unknown, call, message(volume_id=UNKNOWN), absent)
+            here = volume.volume_id
+            for rows, request in (
+                (off, message(replication_source=of_volume(here))),
+                (first_off, message(volume_id=here)),
+            ):
+                if method == "DisableVolumeReplication":
+                    driver.call(call, request)
+                else:
+                    self.refused(rows, call, request, unfit)
+        ask = lambda **fields: pb.GetReplicationDestinationInfoRequest(**fields)
+        destination = service.GetReplicationDestinationInfo
+        self.refused("REPL-DEST-02", destination, ask(), bad)
+        self.refused("REPL-DEST-02", destination, ask(replication_source=pb.ReplicationSource()), bad)
+        self.refused("REPL-DEST-02", destination, ask(replication_source=of_volume("")), bad)
+        self.refused("REPL-DEST-03", destination, ask(replication_source=of_volume(UNKNOWN)), absent)
+        here = ask(replication_source=of_volume(volume.volume_id))
+        self.refused("REPL-DEST-04", destination, here, unfit)
+
     def capabilities(self):
         pb, driver = self.pb, self.driver
         told = driver.call(
@@ -641,6 +898,7 @@ class Conformance:
         self.refused("CSI-NODESTATS-19", ask, stats(UNKNOWN, target), CODE.NOT_FOUND)
         self.refused("CSI-NODESTATS-19", ask, stats(volume_id, home), CODE.NOT_FOUND)
         self.healing(volume, staging, target, home / "pods" / "never")
+        self.reclaiming(volume, staging, home / "pods" / "never")
         self.growth(volume, staging, target)
         back = lambda volume_id, path: pb.NodeUnpublishVolumeRequest(
             volume_id=volume_id, target_path=str(path)
@@ -1049,6 +1307,10 @@ class Conformance:
         self.snapshots(volume)
         self.groups(volume)
         self.health(volume)
+        self.fencing()
+        self.volume_groups(volume)
+        self.replication(volume)
+        self.rotation(volume)
         unpublish = driver.controller.ControllerUnpublishVolume
 
         def unpublished():
@@ -1069,11 +1331,27 @@ class Conformance:
 
 def with_addons(driver, csi, addons):
     """Gives a driver the services of CSI-Addons; the healer is on both sockets."""
-    from csi_addons import healer_pb2_grpc, identity_pb2_grpc
+    from csi_addons import (
+        encryptionkeyrotation_pb2_grpc,
+        fence_pb2_grpc,
+        healer_pb2_grpc,
+        identity_pb2_grpc,
+        reclaimspace_pb2_grpc,
+        replication_pb2_grpc,
+        volumegroup_pb2_grpc,
+    )
 
     channels = [grpc.insecure_channel(f"unix://{socket}") for socket in (csi, addons)]
     driver.healers = [healer_pb2_grpc.HealerNodeStub(channel) for channel in channels]
-    driver.addons_identity = identity_pb2_grpc.IdentityStub(channels[1])
+    own = channels[1]
+    driver.addons_identity = identity_pb2_grpc.IdentityStub(own)
+    driver.fences = fence_pb2_grpc.FenceControllerStub(own)
+    driver.groups = volumegroup_pb2_grpc.ControllerStub(own)
+    driver.replication = replication_pb2_grpc.ControllerStub(own)
+    driver.reclaims = reclaimspace_pb2_grpc.ReclaimSpaceControllerStub(own).ControllerReclaimSpace
+    driver.reclaims_on_node = reclaimspace_pb2_grpc.ReclaimSpaceNodeStub(own).NodeReclaimSpace
+    rotation = encryptionkeyrotation_pb2_grpc.EncryptionKeyRotationControllerStub(own)
+    driver.rotates = rotation.EncryptionKeyRotate
 
 
 def ready(driver, pb):
@@ -1106,7 +1384,7 @@ def table(rows):
     """The document: each row that this client asserts, with its text."""
     with open(ROOT / "docs/requirements.csv", encoding="utf-8", newline="") as file:
         register = list(csv.reader(file))
-    ours = [row for row in register[1:] if row[0].startswith(("CSI-", "CSIN-", "ADDONS-IDENTITY-", "HEAL-"))]
+    ours = [row for row in register[1:] if row[0].startswith(("CSI-", "CSIN-", "ADDONS-", "HEAL-", "REPL-", "REPL1-"))]
     unknown = rows.held - {row[0] for row in ours}
     check(not unknown, f"no rows of the register: {sorted(unknown)}")
     asserted = [row for row in ours if row[0] in rows.held]

@@ -25,6 +25,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 MIB = 1 << 20
 # An id of a form that the driver never gives out.
 UNKNOWN = "fake-vol-id-0123456789"
+# Packages of CSI-Addons.
+ADDONS = (
+    "encryptionkeyrotation",
+    "fence",
+    "healer",
+    "identity",
+    "reclaimspace",
+    "replication",
+    "volumegroup",
+)
 
 
 def load_stubs():
@@ -39,7 +49,7 @@ def load_stubs():
         import csi_pb2_grpc
 
         # They stay loaded: `from csi_addons import ...` needs no files any more.
-        for package in ("healer", "identity"):
+        for package in ADDONS:
             importlib.import_module(f"csi_addons.{package}_pb2")
             importlib.import_module(f"csi_addons.{package}_pb2_grpc")
         sys.path.remove(directory)
