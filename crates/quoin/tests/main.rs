@@ -56,6 +56,7 @@ mod replicas;
 mod returned_host;
 mod rolled_back;
 mod scaling;
+mod services_runbook;
 mod shards;
 mod sharing;
 mod shutdown;

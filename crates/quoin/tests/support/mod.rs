@@ -4,6 +4,7 @@
 
 pub mod faulty;
 pub mod load;
+pub mod orchestrator;
 pub mod stories;
 
 use std::collections::BTreeMap;
