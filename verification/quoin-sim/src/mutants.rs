@@ -362,6 +362,7 @@ pub const ALL: &[Defect] = &[
     mirror("point-behind-the-final-one-kept", Swarm::Disasters),
     mirror("final-point-kept-over-a-recovery", Swarm::Restored),
     mirror("joiner-counted-complete", Swarm::Mirrors),
+    mirror("orphan-emptied-before-it-is-settled", Swarm::Failovers),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

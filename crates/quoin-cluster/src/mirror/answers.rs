@@ -117,6 +117,10 @@ impl Brain {
             Call::Demote { force } => self.demote(now, force),
             Call::Resync { force } => self.resync(now, force),
             Call::Publish(_) => rest(self.publish()),
+            // A member that leaves an orphan keeps its view, and its points go.
+            Call::RemoveMembers if role == Role::Orphan && !self.is_left_whole() => {
+                rest(Answer::NotYet)
+            }
             Call::Delete(_) | Call::RemoveMembers | Call::DeleteGroup => self.clean_up(),
             Call::Change(_) => {
                 rest(if role.is_copy() { Answer::Precondition(No::Copy) } else { Answer::Ok })
@@ -134,6 +138,10 @@ impl Brain {
             }
             _ => (Answer::Ok, None),
         }
+    }
+
+    fn is_left_whole(&self) -> bool {
+        self.is_settled() || mutant::is("orphan-emptied-before-it-is-settled")
     }
 
     /// A copy is the mirror's, whatever an orchestrator cleans up.

@@ -535,6 +535,24 @@ fn a_forgotten_final_point_is_cut_again_also_where_the_other_side_has_not_follow
     assert!(next.points.last.is_some());
 }
 
+/// A volume that leaves keeps its view, and nobody takes it back to a point any more.
+#[test]
+fn members_leave_an_orphan_once_it_shows_its_last_point_and_takes_no_slots() {
+    let points = Points { complete: Some(POINT), ..Points::default() };
+    let record = Record { role: Role::Orphan, points, ..copy() };
+    let transfer = Transfer { point: PointId(10), base: Some(POINT) };
+    let emptied = |order: Option<(Transfer, u128)>, at: Option<PointId>| {
+        let mut brain = Brain::new(now(0), record.clone(), 7);
+        let stamp = Stamp { term: record.term, version: 7 };
+        let member = Observed { order, at, stamp, ..*seen(1, &record, &[POINT]) };
+        brain.on(now(1), Event::Observed(VOLUME, Box::new(member)), &mut Vec::new());
+        brain.call(now(2), Call::RemoveMembers, &mut Vec::new())
+    };
+    assert_eq!(emptied(Some((transfer, 4)), Some(POINT)), Answer::NotYet);
+    assert_eq!(emptied(None, None), Answer::NotYet);
+    assert_eq!(emptied(None, Some(POINT)), Answer::Ok);
+}
+
 #[test]
 fn an_orphan_is_promoted_once_it_shows_its_last_point_and_published_only_after_that() {
     let points = Points { complete: Some(POINT), ..Points::default() };

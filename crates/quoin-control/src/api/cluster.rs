@@ -966,9 +966,9 @@ impl Cluster for Services {
     ) -> Result<Response<VolumeGroup>, Status> {
         self.manage(&request)?;
         let ModifyVolumeGroupRequest { group, volumes } = request.get_ref();
-        let groups = &self.controller.mirror.groups;
-        let group = groups.modify(group.as_ref(), volumes).await?;
-        self.controller.mirror.driver.look_at(group.id.0);
+        let (groups, driver) = (&self.controller.mirror.groups, &self.controller.mirror.driver);
+        let group = groups.modify(driver, group.as_ref(), volumes).await?;
+        driver.look_at(group.id.0);
         Ok(Response::new(groups.view(&group)))
     }
 

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_api::control::{self as api, MirrorRef, VolumeGroupRef, VolumeRef, call_mirror_request};
-use quoin_api::volume::Local;
 use quoin_cluster::mirror::answers::{Answer, Call, No};
 use quoin_cluster::mirror::record::Parameters;
 use quoin_cluster::mirror::{
@@ -309,12 +308,7 @@ impl Mirrors {
         if volume.phase != VolumePhase::Ready {
             return Err(Error::Busy(format!("volume {name:?} is not ready; try again")));
         }
-        if volume.spec.options.local == Local::Required {
-            return Err(Error::Precondition(format!(
-                "volume {name:?} is bound to nodes of this cluster (local: required), so its copy would be \
-                 of no use there"
-            )));
-        }
+        super::rules::check_mirrored(&volume)?;
         if volume.mirror.is_some() {
             return Err(Error::Precondition(format!(
                 "volume {name:?} is mirrored already, by itself or with another group"

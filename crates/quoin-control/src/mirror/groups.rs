@@ -1,19 +1,25 @@
 //! Groups of volumes: named sets, each of which is mirrored as one.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use quoin_api::control::{self as api, VolumeGroupRef, VolumeRef};
+use quoin_cluster::mirror::answers::{Answer, Call};
 use quoin_cluster::mirror::{MEMBERS_MAX, Member, Role};
 use quoin_cluster::records::{GroupClaim, MirrorRecord, Record, Text, VolumeGroupRecord};
 use quoin_types::VolumeId;
 use quoin_types::ids::GroupId;
 
+use super::driver::Mirrors;
+use super::rules;
 use crate::Error;
 use crate::state::events::{Object, Severity};
 use crate::state::{State, random_id};
 use crate::time::{now_ms, timestamp};
 use crate::volume::spec;
 
+/// Time that a change of an orphan waits for its last point.
+const LEFT_WITHIN: Duration = Duration::from_secs(3);
 /// Most groups of a cluster.
 const GROUPS_MAX: usize = 1000;
 
@@ -256,24 +262,31 @@ impl VolumeGroups {
     /// Gives a group other members. Those of a mirrored group are those of its mirror: they join and leave it.
     ///
     /// # Errors
-    /// It is a copy's that keeps what it has, or a volume cannot be a member.
+    /// It is a copy's that keeps what it has, or a volume cannot be a member; members of an orphan may not leave
+    /// it yet.
     pub async fn modify(
         &self,
+        driver: &Mirrors,
         reference: Option<&VolumeGroupRef>,
         volumes: &[VolumeRef],
     ) -> Result<Arc<VolumeGroupRecord>, Error> {
         self.state.check_term()?;
         let _one = self.state.mirrored.changing.lock().await;
         let group = self.get(reference)?;
-        if let Some(mirror) = self.state.mirrored.group(group.id.0) {
-            if mirror.role().is_copy() {
-                return Ok(group);
-            }
-            if volumes.is_empty() && mirror.role().is_primary() {
-                return Err(mirrored(&group));
-            }
+        let role = self.state.mirrored.group(group.id.0).map(|mirror| mirror.role());
+        match role {
+            Some(role) if role.is_copy() => return Ok(group),
+            Some(role) if role.is_primary() && volumes.is_empty() => return Err(mirrored(&group)),
+            _ => {}
         }
         let members = self.members(volumes, Some(group.id.0))?;
+        if role.is_some_and(|role| role.is_primary()) {
+            self.check_joiners(&group, &members)?;
+        }
+        let leaves = group.members.iter().any(|member| !members.contains(member));
+        if leaves && role == Some(Role::Orphan) {
+            check_leaves(driver, &group).await?;
+        }
         let before = group.members.clone();
         let change = |found: &mut VolumeGroupRecord| {
             found.members.clone_from(&members);
@@ -287,6 +300,17 @@ impl VolumeGroups {
             super::leaving::release(&self.state, group.id.0, left.0).await?;
         }
         Ok(group)
+    }
+
+    /// A volume that joins a mirrored group is mirrored from then on.
+    fn check_joiners(
+        &self,
+        group: &VolumeGroupRecord,
+        members: &[Text<VolumeId>],
+    ) -> Result<(), Error> {
+        let joins = members.iter().filter(|member| !group.members.contains(member));
+        let volumes = joins.filter_map(|member| self.state.volumes.get(&member.0.to_string()));
+        volumes.into_iter().try_for_each(|volume| rules::check_mirrored(&volume))
     }
 
     /// Has the mirror of a group take its members over.
@@ -370,6 +394,19 @@ impl VolumeGroups {
 fn sorted(mut members: Vec<Text<VolumeId>>) -> Vec<Text<VolumeId>> {
     members.sort();
     members
+}
+
+/// A volume that leaves an orphan keeps what its view shows. That may be a part of a transfer, until it is back at the
+/// last complete point.
+async fn check_leaves(driver: &Mirrors, group: &VolumeGroupRecord) -> Result<(), Error> {
+    match driver.call(group.id.0, Call::RemoveMembers, LEFT_WITHIN).await {
+        Ok((_, Answer::NotYet)) => Err(Error::Busy(format!(
+            "group {:?} is a copy whose mirror was ended, on its way back to its last point; try again",
+            group.group_name
+        ))),
+        Ok(_) | Err(Error::NotFound { .. }) => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 fn mirrored(group: &VolumeGroupRecord) -> Error {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use quoin_api::volume::Local;
 use quoin_cluster::mirror::Role;
 use quoin_cluster::ownership::mirrored::snapshot_of;
 use quoin_cluster::records::{MirrorRecord, Record, SnapshotRecord, VolumeRecord};
@@ -94,6 +95,19 @@ pub(crate) fn shown_point(
     let none =
         || Error::Busy(format!("no point of the copy {:?} is complete yet", volume.spec.name));
     found.into_iter().next().map(Some).ok_or_else(none)
+}
+
+/// # Errors
+/// A copy of the volume would be of no use in another cluster.
+pub(crate) fn check_mirrored(volume: &VolumeRecord) -> Result<(), Error> {
+    match volume.spec.options.local {
+        Local::Required => Err(Error::Precondition(format!(
+            "volume {:?} is bound to nodes of this cluster (local: required), so its copy would be of no use \
+             there",
+            volume.spec.name
+        ))),
+        Local::Any | Local::Preferred => Ok(()),
+    }
 }
 
 /// Returns true for a copy, of which a clean-up takes nothing: it belongs to the mirror.

@@ -5,19 +5,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use prost::Message;
-use quoin_api::control::{GroupIntroduction, PeerMessage, PeerWord, peer_word};
-use quoin_cluster::mirror::record::Parameters;
+use quoin_api::control::{
+    GroupIntroduction, PeerMessage, PeerWord, VolumeGroupRef, VolumeRef, peer_word,
+};
+use quoin_api::volume::Local;
+use quoin_cluster::mirror::record::{Parameters, Points};
 use quoin_cluster::mirror::{Begun, Chain, ClusterId, Generation, Keepsake, Record as Brain, Role};
 use quoin_cluster::ownership::mirrored;
 use quoin_cluster::records::{
-    Introduction, MirrorRecord, MirrorSettings, PeerRecord, Record, VolumeRecord, decode, encode,
+    Cut, Introduction, MirrorRecord, MirrorSettings, PeerRecord, Record, SnapshotPhase,
+    SnapshotRecord, Text, VolumeRecord, decode, encode,
 };
 use quoin_control::store::Entry;
 use quoin_control::{Controller, Error, Metrics};
 use quoin_types::VolumeId;
-use quoin_types::ids::GroupId;
+use quoin_types::ids::{GroupId, PointId};
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, by_name};
 
 const PEER: u128 = 0xe0;
 const INTERVAL_S: u64 = 10;
@@ -287,4 +291,96 @@ async fn a_member_that_left_is_an_ordinary_volume_though_the_controller_died_as_
     look(&cluster.controller).await;
     assert!(cluster.volume("left").mirror.is_none());
     assert!(cluster.volume("stays").mirror.is_some());
+}
+
+fn all(names: &[&str]) -> Vec<VolumeRef> {
+    names.iter().filter_map(|name| by_name(name)).collect()
+}
+
+fn named(name: &str) -> VolumeGroupRef {
+    VolumeGroupRef { id: String::new(), name: name.to_owned() }
+}
+
+/// Makes a group of one volume that is mirrored, for the next controller.
+async fn mirrored_group(
+    cluster: &mut Cluster,
+    name: &str,
+    volume: &str,
+    change: impl Fn(Brain) -> Brain,
+) {
+    let volume = cluster.create(volume).await;
+    let members = all(&[&volume.spec.name]);
+    let group = cluster.controller.mirror.groups.create(name, &members).await.unwrap().id.0;
+    let brain = change(brain(cluster, group, vec![volume.id.0], Role::Primary));
+    let mut record: VolumeRecord = decode(&cluster.store.entry(&volume.key()).value).unwrap();
+    mirrored::keep(&mut record, group, brain.keepsake());
+    put(cluster, &record);
+    put(cluster, &mirror(brain, name, false));
+}
+
+/// A point that a volume holds.
+fn held(volume: &VolumeRecord, point: PointId) -> SnapshotRecord {
+    SnapshotRecord {
+        id: Text(mirrored::snapshot_of(point, volume.id.0)),
+        name: "point".to_owned(),
+        volume: volume.id,
+        volume_name: volume.spec.name.clone(),
+        phase: SnapshotPhase::Ready,
+        wished_ms: 1,
+        cut: Some(Cut { lsn: 9, epoch: 0, chain: 1, at_ms: 5, size_bytes: 1 << 20 }),
+        schedule: String::new(),
+        group: None,
+        failure: String::new(),
+        used_by: Vec::new(),
+        made_for: String::new(),
+        point: Some(Text(point)),
+    }
+}
+
+#[tokio::test]
+async fn a_volume_that_is_bound_to_nodes_does_not_join_a_mirrored_group() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    mirrored_group(&mut cluster, "shop", "a", |brain| brain).await;
+    let bound = cluster.create("bound").await;
+    let mut record: VolumeRecord = decode(&cluster.store.entry(&bound.key()).value).unwrap();
+    record.spec.options.local = Local::Required;
+    put(&cluster, &record);
+    cluster.create("free").await;
+    cluster.restart().await;
+    let parts = &cluster.controller.mirror;
+    let joins = async |names: &[&str]| {
+        let changed = parts.groups.modify(&parts.driver, Some(&named("shop")), &all(names)).await;
+        changed.map(|group| group.members.len())
+    };
+    let refused = joins(&["a", "bound"]).await;
+    let Err(Error::Precondition(why)) = refused else { panic!("{refused:?}") };
+    assert!(why.contains("\"bound\"") && why.contains("local: required"), "{why}");
+    assert_eq!(parts.groups.get(Some(&named("shop"))).unwrap().members.len(), 1);
+    assert_eq!(joins(&["a", "free"]).await.unwrap(), 2);
+}
+
+/// It may show a half of a transfer, and would keep that.
+#[tokio::test]
+async fn a_member_does_not_leave_an_orphan_that_is_not_back_at_its_last_point() {
+    let mut cluster = Cluster::of(3).await;
+    pair(&cluster);
+    let point = Some(PointId(5));
+    let orphan = |brain: Brain| {
+        let points = Points { complete: point, ..brain.points };
+        Brain { role: Role::Orphan, points, ..brain }
+    };
+    mirrored_group(&mut cluster, "shop", "a", orphan).await;
+    // It holds the point, and nobody knows that its view shows that.
+    let volume = cluster.volume("a");
+    put(&cluster, &held(&volume, PointId(5)));
+    cluster.restart().await;
+    let parts = &cluster.controller.mirror;
+    let refused = parts.groups.modify(&parts.driver, Some(&named("shop")), &[]).await;
+    let Err(Error::Busy(why)) = refused else { panic!("{refused:?}") };
+    assert!(why.contains("its last point; try again"), "{why}");
+    assert_eq!(parts.groups.get(Some(&named("shop"))).unwrap().members.len(), 1);
+    assert!(cluster.volume("a").mirror.is_some());
+    let same = parts.groups.modify(&parts.driver, Some(&named("shop")), &all(&["a"])).await;
+    assert_eq!(same.unwrap().members.len(), 1);
 }

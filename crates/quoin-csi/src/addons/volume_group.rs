@@ -16,8 +16,8 @@ use crate::controller::volume;
 use crate::refusal::{invalid, no_volume};
 use crate::{Plugin, addons, limits};
 
-/// Groups from whose count on all volumes are listed at once, not one after the other.
-const LISTED_FROM: usize = 8;
+/// Members from whose count on all volumes are listed at once, not asked for one after the other.
+const LISTED_FROM: usize = 32;
 
 /// Serves VolumeGroup in the modes that have the controller.
 pub(crate) struct VolumeGroupService(pub Plugin);
@@ -47,11 +47,7 @@ fn members(given: &[String]) -> Result<Vec<String>, Status> {
 
 /// Returns the message of a group. A member that is gone meanwhile is none.
 async fn shown(backend: &Backend, group: api::VolumeGroup) -> Result<VolumeGroup, Status> {
-    let mut volumes = Vec::new();
-    for member in &group.volumes {
-        volumes.extend(backend.find_volume(&member.id).await?.as_ref().map(volume));
-    }
-    Ok(VolumeGroup { volume_group_id: group.id, volume_group_context: HashMap::new(), volumes })
+    Ok(all_shown(backend, vec![group]).await?.pop().unwrap_or_default())
 }
 
 /// As [`shown`], of many groups.
@@ -59,31 +55,35 @@ async fn all_shown(
     backend: &Backend,
     groups: Vec<api::VolumeGroup>,
 ) -> Result<Vec<VolumeGroup>, Status> {
-    let mut all = Vec::new();
-    if groups.len() < LISTED_FROM {
-        for group in groups {
-            all.push(shown(backend, group).await?);
+    let members: BTreeSet<&String> =
+        groups.iter().flat_map(|group| group.volumes.iter().map(|member| &member.id)).collect();
+    let mut volumes = HashMap::new();
+    if members.len() < LISTED_FROM {
+        for id in members {
+            let found = backend.find_volume(id).await?;
+            volumes.extend(found.as_ref().map(|one| (one.id.clone(), volume(one))));
         }
-        return Ok(all);
-    }
-    let (mut volumes, mut token) = (HashMap::new(), String::new());
-    loop {
-        let (page, next) = backend.list_volumes(0, &token).await?;
-        volumes.extend(page.into_iter().map(|one| (one.id.clone(), volume(&one))));
-        token = next;
-        if token.is_empty() {
-            break;
+    } else {
+        let mut token = String::new();
+        loop {
+            let (page, next) = backend.list_volumes(0, &token).await?;
+            let of_groups = page.iter().filter(|one| members.contains(&one.id));
+            volumes.extend(of_groups.map(|one| (one.id.clone(), volume(one))));
+            token = next;
+            if token.is_empty() {
+                break;
+            }
         }
     }
-    for group in groups {
+    let shown = groups.into_iter().map(|group| {
         let members = group.volumes.iter().filter_map(|member| volumes.get(&member.id).cloned());
-        all.push(VolumeGroup {
+        VolumeGroup {
             volumes: members.collect(),
             volume_group_id: group.id,
             volume_group_context: HashMap::new(),
-        });
-    }
-    Ok(all)
+        }
+    });
+    Ok(shown.collect())
 }
 
 #[tonic::async_trait]
