@@ -47,6 +47,7 @@ mod nbd_tcp;
 mod node_healing;
 mod nodes;
 mod orchestrators;
+mod orchestrators_in_trouble;
 mod package;
 mod pages;
 mod peers;
