@@ -252,7 +252,8 @@ async fn a_fence_waits_for_the_end_of_what_its_node_had_before_others_and_for_no
 async fn a_volume_that_was_closed_before_delays_no_fence_when_its_pools_are_away_later() {
     let mut cluster = opened().await;
     cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
-    cluster.controller.volumes.attachments.unpublish(by_name("db").as_ref(), "n1").await.unwrap();
+    let attachments = &cluster.controller.volumes.attachments;
+    attachments.detach(by_name("db").as_ref(), "n1", true).await.unwrap();
     cluster.settle().await.unwrap();
     let closed = cluster.volume("db");
     assert!(!closed.is_granted() && closed.grants.ended == closed.opened.epoch, "{closed:?}");

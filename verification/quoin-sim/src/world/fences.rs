@@ -14,6 +14,8 @@ use crate::swarm::Swarm;
 pub(crate) struct Fences {
     random: Random,
     on: bool,
+    /// One controller alone takes grants back, so its record says who had one.
+    pub by_one_controller: bool,
     /// The fence that pools receive now.
     current: Option<Fence>,
 }
@@ -28,7 +30,7 @@ impl Fences {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let random = Random::new(seed ^ 0x6665_6e63_6573);
         let on = matches!(swarm, Swarm::Detaches | Swarm::Controllers);
-        Self { random, on, current: None }
+        Self { random, on, by_one_controller: swarm == Swarm::Detaches, current: None }
     }
 }
 

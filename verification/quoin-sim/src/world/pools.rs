@@ -32,6 +32,9 @@ pub(crate) struct Process {
     room: Option<RoomGrant>,
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
+    /// The promise of its replica when that sync began, and the one on media: pools tell that alone.
+    promised_at_sync: Epoch,
+    pub(super) promised: Epoch,
     stopping: Option<Stopping>,
     pub(super) rounds: Rounds,
     pub(super) health: Health,
@@ -146,6 +149,8 @@ impl World {
             idle_planned: false,
             room: None,
             syncing: false,
+            promised_at_sync: promised,
+            promised,
             stopping: None,
             rounds: Rounds::begin(local),
             health: Health::new(local.0 / 1_000_000_000),
@@ -585,10 +590,15 @@ impl World {
         }
         if let Some(ticket) = here.storage.sync_begin() {
             let delay = self.random.delay(self.setup.sync_ns) * here.slow;
-            let life = here.life;
+            let (life, mut promised) = (here.life, Epoch::ZERO);
             self.schedule.after(delay, Event::SyncDone { pool, life, ticket });
+            if !here.gone {
+                let guid = here.member.guid;
+                here.storage.with(guid, &mut |store| promised = store.meta().promised);
+            }
             if let Some(process) = &mut here.process {
                 process.syncing = true;
+                process.promised_at_sync = promised;
             }
         }
     }
@@ -611,8 +621,12 @@ impl World {
         } else {
             here.storage.sync_end(ticket, &mut self.random)
         };
-        if let Err(error) = &result {
-            self.trace.line(self.schedule.now(), || format!("pool {pool} sync: {error}"));
+        match (&result, &mut here.process) {
+            (Ok(()), Some(process)) => process.promised = process.promised_at_sync,
+            (Ok(()), None) => {}
+            (Err(error), _) => {
+                self.trace.line(self.schedule.now(), || format!("pool {pool} sync: {error}"));
+            }
         }
         // As the driver has it: only those that wait for a sync are told of it.
         let here = &mut self.pools[pool];

@@ -1,7 +1,12 @@
-//! Nothing is opened by a grant that was taken back, and what was open ends in its time.
+//! Nothing is opened by a grant that was taken back, and what was open ends in its time. Once a fence of the
+//! nodes that had the volume before would be answered, their targets answer nothing any more.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
+use quoin_cluster::ownership::network_fences::{self, Bounds, Promised};
+use quoin_cluster::records::ReplicaRecord;
+use quoin_replication::primary::ReadMode;
 use quoin_replication::replica::FENCED_SESSION;
 use quoin_types::message::FromReplica;
 use quoin_types::{Epoch, SessionKey, Time};
@@ -74,5 +79,67 @@ impl FenceRules {
             "TakenBack",
             format!("pool {pool} {what} epoch {epoch} after all up to {upto} was taken back"),
         )
+    }
+}
+
+/// Interval of looks at the words of the pools.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// The answer to a fence of former nodes, by the product's own rule, held against what their targets do.
+#[derive(Default)]
+pub(crate) struct FormerTargets {
+    looked: Time,
+    /// By GUID, what the pool of a replica says that it promised, and since when.
+    words: BTreeMap<u128, Promised>,
+    /// Nothing is answered any more under this epoch and earlier ones.
+    over: u64,
+}
+
+impl FormerTargets {
+    /// Takes the pools' reports in, and asks the rule.
+    fn look(&mut self, scene: &Scene<'_>, now: Time) {
+        for pool in scene.pools.iter().filter(|pool| !pool.gone && !pool.paused) {
+            let Some(process) = &pool.process else { continue };
+            let Some(replica) = &process.replica else { continue };
+            let is_silent = !replica.hears_target(scene.local(pool.host));
+            let word = Promised { epoch: process.promised, since: now, is_silent };
+            let before = self.words.entry(pool.member.guid.0).or_insert(word);
+            let since = if before.epoch == word.epoch { before.since } else { now };
+            *before = Promised { since, ..word };
+        }
+        let volume = scene.control.record.volume();
+        let Some(last) = network_fences::last_former_epoch(volume) else { return };
+        let lease = Duration::from_millis(scene.setup.config.lease_ms.into());
+        let bounds = Bounds { lease, closing: FENCED_SESSION };
+        let word = |replica: &ReplicaRecord| self.words.get(&replica.guid.0.0).copied();
+        if network_fences::check_ended(volume, last, word, bounds, now).is_ok() {
+            self.over = self.over.max(last);
+        }
+    }
+}
+
+impl Checker for FormerTargets {
+    fn on(&mut self, scene: &mut Scene<'_>, seen: &Observation<'_>) -> Result<(), Broken> {
+        // Where clocks stop, leases do not end.
+        let is_meant = scene.control.fences.by_one_controller;
+        if !is_meant || scene.setup.config.reads == ReadMode::Confirmed {
+            return Ok(());
+        }
+        if let Observation::Answers { target, .. } = *seen {
+            let serving = scene.process(target).and_then(|process| process.serving);
+            if let Some(epoch) = serving.filter(|epoch| epoch.0 <= self.over) {
+                let detail = format!(
+                    "target {target} answers in epoch {epoch} after a fence of all up to {} held",
+                    Epoch(self.over)
+                );
+                return broken("FenceHolds", detail);
+            }
+        }
+        let now = scene.local(scene.control.host);
+        if now.since(self.looked) >= LOOK_EVERY {
+            self.looked = now;
+            self.look(scene, now);
+        }
+        Ok(())
     }
 }

@@ -414,6 +414,7 @@ pub(crate) struct Checkers {
     pub admissions: admissions::Admissions,
     at_rest: at_rest::AtRest,
     fences: fences::FenceRules,
+    former_targets: fences::FormerTargets,
     limits: limits::LimitRules,
     processes: processes::ProcessRules,
     rebuilds: rebuilds::RebuildRules,
@@ -449,6 +450,7 @@ impl World {
             admissions,
             at_rest,
             fences,
+            former_targets,
             limits,
             processes,
             rebuilds,
@@ -469,8 +471,17 @@ impl World {
             situations,
             follows: Vec::new(),
         };
-        let all: [&mut dyn Checker; 10] = [
-            durability, assertions, fences, terms, admissions, retired, at_rest, processes, limits,
+        let all: [&mut dyn Checker; 11] = [
+            durability,
+            assertions,
+            fences,
+            former_targets,
+            terms,
+            admissions,
+            retired,
+            at_rest,
+            processes,
+            limits,
             rebuilds,
         ];
         let failed = all.into_iter().find_map(|checker| each(checker, &mut scene).err());
