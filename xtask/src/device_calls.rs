@@ -40,6 +40,7 @@ const OF_VOLUMES: [(&str, &[&str]); 7] = [
             "backing_file",
             "is_node_at",
             "is_of_nodes",
+            "is_named_node",
         ],
     ),
     ("superblock.rs", &[]),

@@ -27,8 +27,11 @@ pub const IPROUTE: Need =
 pub const PYTHON: Need =
     Need { program: "python3", package: "python3", purpose: "CSI clients that are not Rust" };
 pub const PERF: Need = Need { program: "perf", package: "linux-perf", purpose: "profiles" };
+pub const STRACE: Need =
+    Need { program: "strace", package: "strace", purpose: "kills at each call of a process" };
 /// Programs that the tests need.
-pub const OF_TESTS: [&Need; 8] = [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON];
+pub const OF_TESTS: [&Need; 9] =
+    [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON, &STRACE];
 
 /// Installs missing programs by apt, where permitted; otherwise prints the command. A tool that
 /// stays missing is no error here: the test that needs it names it in its own failure.

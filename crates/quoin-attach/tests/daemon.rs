@@ -55,7 +55,7 @@ impl Daemon {
     }
 }
 
-const KILLABLE_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY";
+pub const KILLABLE_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY";
 
 /// Not a test of its own: the process of a [`Killable`].
 #[tokio::test(flavor = "multi_thread")]

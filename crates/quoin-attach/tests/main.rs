@@ -3,6 +3,7 @@
 
 mod daemon;
 mod detached;
+mod kill_table;
 
 mod another_use;
 mod attach;

@@ -110,6 +110,14 @@ pub fn is_node_at(mount: &Mount, device: &Path) -> bool {
     is_beside && number(device).is_some_and(|own| number(&mount.mount_point) == Some(own))
 }
 
+/// Returns whether a mount is a bind of the device's own node by its name, whatever is mounted above it.
+#[must_use]
+pub fn is_named_node(mount: &Mount, device: &Path) -> bool {
+    is_of_nodes(mount)
+        && device.file_name().is_some()
+        && mount.root.file_name() == device.file_name()
+}
+
 /// Makes the kernel refuse (or accept) writes to the device.
 ///
 /// A read-only bind mount of a device node does not do that: it protects the node, not the device.

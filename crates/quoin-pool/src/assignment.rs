@@ -117,7 +117,7 @@ pub struct PoolState {
     pub space: Space,
     /// Part of the used bytes that volumes and snapshots need.
     pub live_bytes: u64,
-    /// Reason why it takes no more, and the way out; empty: there is none.
+    /// Reason why it takes no more, or why its data are not there for long, and the way out; empty: there is none.
     pub warning: &'static str,
     /// The metadata ring has no room for another replica.
     pub ring_full: bool,

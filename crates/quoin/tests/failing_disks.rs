@@ -119,9 +119,15 @@ fn a_pool_whose_file_is_moved_or_emptied_is_told_and_clients_go_on() {
     };
     let line = dev.eventually("the file is missed", || told("PoolFileGone", "pool-a"));
     assert!(line.contains("put the file back, or drain the pool"), "{line}");
+    let shows = |is_gone: bool| {
+        let shown = pool(&dev, "pool-a").to_string();
+        (shown.contains("its data end with this process") == is_gone).then_some(())
+    };
+    dev.eventually("the list of pools says it", || shows(true));
     load.assert_progress(&dev, 100);
     assert!(is_online(&dev.json(&["volume", "get", "db"])), "its data are there still");
     std::fs::rename(&away, file("pool-a")).unwrap();
+    dev.eventually("it is whole again", || shows(false));
 
     let emptied = std::fs::OpenOptions::new().write(true).open(file("pool-b")).unwrap();
     emptied.set_len(0).unwrap();

@@ -556,7 +556,7 @@ impl NodeHost {
         let mounts = mountinfo::read()?;
         if let Some(record) = &record {
             for publication in &record.publications {
-                if publish::is_in_place(publication, device.as_deref(), &mounts) {
+                if publish::is_at_target(publication, device.as_deref(), &mounts) {
                     let target = publication.target.clone();
                     return Err(Error::StillPublished { volume: volume.to_owned(), target });
                 }
@@ -581,13 +581,20 @@ impl NodeHost {
         }
         let mut removed = record.is_some() || device.is_some();
         self.step("unmounting")?;
-        let recorded = record.as_ref().is_some_and(|record| record.staging.is_some());
-        while let Some(present) = mountinfo::at(&mountinfo::read()?, &path) {
-            let ours = match &device {
-                Some(device) => is_of_device(present, device),
-                None => recorded,
+        let staging = record.as_ref().and_then(|record| record.staging.as_ref());
+        loop {
+            let mounts = mountinfo::read()?;
+            let is_ours = |present: &Mount| match (&device, staging) {
+                (Some(device), _) => is_of_device(present, device),
+                (None, Some(staging)) => heal::is_own(present, &staging.access, None),
+                (None, None) => false,
             };
-            if !ours {
+            let Some(present) = mountinfo::at(&mounts, &path) else { break };
+            if !is_ours(present) {
+                // A mount of another owner is never removed, nor what lies beneath it.
+                if mounts.iter().any(|mount| mount.mount_point == path && is_ours(mount)) {
+                    return Err(foreign(present));
+                }
                 break;
             }
             self.unmount(volume, &path).await?;

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::paths::{check_target, make_target, remove_target, resolve};
+use super::heal::is_own;
+use super::paths::{check_target, foreign, make_target, remove_target, resolve};
 use super::volume_stats::staged_read_only;
 use super::{FaultKind, NodeHost, is_of_device};
 use crate::error::Error;
@@ -201,21 +202,23 @@ impl NodeHost {
         let target = resolve(target);
         let record = self.records.load(volume)?;
         let device = self.attacher.device(volume).await?;
-        let recorded = record
-            .as_ref()
-            .is_some_and(|record| record.publications.iter().any(|one| one.target == target));
-        let mut removed = recorded;
+        let publications = record.as_ref().map_or(&[][..], |record| &record.publications);
+        let recorded = publications.iter().find(|one| one.target == target).cloned();
+        let mut removed = recorded.is_some();
         self.step("unmounting")?;
         loop {
             let mounts = mountinfo::read()?;
             let Some(present) = mountinfo::at(&mounts, &target) else { break };
-            let ours = recorded
-                || device.as_ref().is_some_and(|device| {
-                    is_of_device(present, device) || device::is_node_at(present, device)
-                });
-            if !ours {
-                // A mount of another owner is never removed, nor what lies beneath it.
-                return Ok(removed);
+            let is_of = |device: &PathBuf| {
+                is_of_device(present, device) || device::is_node_at(present, device)
+            };
+            // Its device may be another one by now.
+            let was_made_here = |one: &Publication| is_own(present, &one.access, device.as_deref());
+            if !device.as_ref().is_some_and(is_of) && !recorded.as_ref().is_some_and(was_made_here)
+            {
+                // A mount of another owner is never removed, nor is it passed over where the volume's own
+                // may be beneath it.
+                return if recorded.is_some() { Err(foreign(present)) } else { Ok(removed) };
             }
             self.unmount(volume, &target).await?;
             removed = true;
@@ -227,7 +230,7 @@ impl NodeHost {
         }
         self.step("removing the record")?;
         if let Some(mut record) = record
-            && recorded
+            && recorded.is_some()
         {
             record.publications.retain(|one| one.target != target);
             self.records.save(&record)?;
@@ -277,7 +280,24 @@ pub(super) fn is_in_place(
     device: Option<&Path>,
     mounts: &[Mount],
 ) -> bool {
-    let Some(present) = mountinfo::at(mounts, &publication.target) else { return false };
+    mountinfo::at(mounts, &publication.target)
+        .is_some_and(|present| is_published(publication, device, present))
+}
+
+/// Returns whether the volume is at the publication's target, though another mount may be above it.
+pub(super) fn is_at_target(
+    publication: &Publication,
+    device: Option<&Path>,
+    mounts: &[Mount],
+) -> bool {
+    let mut there = mounts.iter().filter(|mount| mount.mount_point == publication.target);
+    there.any(|present| {
+        is_published(publication, device, present)
+            || device.is_some_and(|device| device::is_named_node(present, device))
+    })
+}
+
+fn is_published(publication: &Publication, device: Option<&Path>, present: &Mount) -> bool {
     match (&publication.access, device) {
         // A mount at a recorded target counts while the device is unknown: refusing to unstage is
         // safer than unmounting a workload's data.

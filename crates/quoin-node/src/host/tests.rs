@@ -16,6 +16,7 @@ use crate::Kind;
 use crate::device_calls::DeviceThread;
 
 mod kill_table;
+mod places;
 mod tool_table;
 
 const MIB: u64 = 1 << 20;

@@ -12,7 +12,7 @@ use quoin_telemetry::notices::Severity;
 use quoin_types::{Epoch, Position, ReplicaGuid, ReplicaId, Time, VolumeId};
 
 use super::disk::Syncs;
-use super::{FULL, FULL_BELOW, RING_FULL, Shard};
+use super::{FILE_GONE, FULL, FULL_BELOW, RING_FULL, Shard};
 use crate::assignment::{
     Assignment, AssignmentChange, Fence, PoolState, ReclaimOrder, ReplicaState, Wanted, generation,
     is_news,
@@ -418,6 +418,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let scrub = self.scrub_state();
         let ring_full = self.pool.is_ring_full();
         let warning = match (self.short, self.pool.is_short_below()) {
+            _ if self.is_nameless => FILE_GONE,
             (_, true) => FULL_BELOW,
             (true, false) => FULL,
             (false, false) if ring_full => RING_FULL,

@@ -87,6 +87,10 @@ const FULL_BELOW: &str = "the disk under the pool is full: free space on it, tri
 const RING_FULL: &str = "the metadata ring has no room for another replica: delete replicas or snapshots in this \
      pool, or add pools";
 
+/// Why a pool's data are not there for long.
+const FILE_GONE: &str = "its file was moved, deleted or replaced, and its data end with this process: put the file \
+     back, or drain the pool (`quoin pool drain`) before its process ends";
+
 /// Messages of other threads to the shard.
 pub enum Input {
     /// With what its grant lets it do.
@@ -330,9 +334,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         let is_nameless = medium == Medium::Nameless;
         if is_nameless && !self.is_nameless {
-            let message = "its file was moved, deleted or replaced, and its data end with this process: put the file \
-                           back, or drain the pool (`quoin pool drain`) before its process ends";
-            self.parts.notices.push(Severity::Error, "", "", "PoolFileGone", message.to_owned());
+            self.parts.notices.push(Severity::Error, "", "", "PoolFileGone", FILE_GONE.to_owned());
         }
         self.is_nameless = is_nameless;
     }
