@@ -7,4 +7,5 @@ mod kill_table;
 
 mod another_use;
 mod attach;
+mod limits;
 mod loopdev;
