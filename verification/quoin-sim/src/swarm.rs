@@ -83,6 +83,8 @@ pub enum Swarm {
     Failovers,
     /// The same, with records of either side that are restored from old copies.
     Restored,
+    /// The same, by managers of orchestrators and what they clean up.
+    Orchestrators,
     /// Points of a volume that are copied to another cluster, by real targets and pools on both sides.
     Copies,
     /// The same, with the brains of two clusters, and roles that change.
@@ -126,6 +128,7 @@ impl Swarm {
         Swarm::Mirrors,
         Swarm::Failovers,
         Swarm::Restored,
+        Swarm::Orchestrators,
         Swarm::Copies,
         Swarm::Disasters,
         Swarm::Control,
@@ -166,6 +169,7 @@ impl Swarm {
             Swarm::Mirrors => "mirrors",
             Swarm::Failovers => "failovers",
             Swarm::Restored => "restored",
+            Swarm::Orchestrators => "orchestrators",
             Swarm::Copies => "copies",
             Swarm::Disasters => "disasters",
             Swarm::Control => "control",
@@ -179,16 +183,19 @@ impl Swarm {
     /// Returns true for the worlds of two clusters, which have no shape: nothing of a volume's own world is
     /// in them.
     pub fn is_mirrored(self) -> bool {
-        matches!(self, Swarm::Mirrors | Swarm::Failovers | Swarm::Restored)
+        matches!(self, Swarm::Mirrors | Swarm::Failovers | Swarm::Restored | Swarm::Orchestrators)
     }
 
     /// `None`: no shape, everything as it is drawn.
     pub fn shape(self, random: &mut Random) -> Option<Shape> {
         let small = Shape::small(random);
         Some(match self {
-            Swarm::Broad | Swarm::Control | Swarm::Mirrors | Swarm::Failovers | Swarm::Restored => {
-                return None;
-            }
+            Swarm::Broad
+            | Swarm::Control
+            | Swarm::Mirrors
+            | Swarm::Failovers
+            | Swarm::Restored
+            | Swarm::Orchestrators => return None,
             Swarm::Few => Shape { factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)], ..small },
             Swarm::Takeovers => Shape {
                 wanted: Wanted::Power,

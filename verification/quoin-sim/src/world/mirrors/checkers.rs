@@ -43,12 +43,39 @@ pub(super) struct Checks {
     pub resyncs: u64,
     streams: u64,
     pub take_overs: u64,
+    /// Newest time that was told while a generation ruled.
+    told: BTreeMap<Generation, u64>,
 }
 
 impl Checks {
     pub fn next_stream(&mut self) -> u64 {
         self.streams += 1;
         self.streams
+    }
+
+    pub fn content(&self, point: PointId, volume: VolumeId) -> Option<&Content> {
+        self.points.get(&point)?.get(&volume)
+    }
+
+    pub fn told_ms(&self, generation: Generation) -> Option<u64> {
+        self.told.get(&generation).copied()
+    }
+
+    /// A write of a generation that was acknowledged before this time, and is in none of these views.
+    pub fn lacking(
+        &self,
+        generation: Generation,
+        before_ms: u64,
+        shown: &BTreeMap<VolumeId, Content>,
+    ) -> Option<(VolumeId, usize, Tag)> {
+        let counts =
+            |write: &&Acknowledged| write.generation == generation && write.wall_ms < before_ms;
+        let lacks = |write: &&Acknowledged| {
+            let live = shown.get(&write.volume);
+            live.is_some_and(|live| live.get(write.block).is_none_or(|has| *has < write.tag))
+        };
+        let found = self.acknowledged.iter().filter(counts).find(lacks)?;
+        Some((found.volume, found.block, found.tag))
     }
 
     pub fn new(first: Generation, members: usize, blocks: usize) -> Self {
@@ -178,6 +205,7 @@ impl Mirrors {
             // The side discarded its own generation.
             self.checks.said[side] = (0, None, 0);
         }
+        self.check_ended(side, before, after);
         self.checks.take_overs +=
             u64::from(after.role == Role::Demoting && before.role == Role::Primary);
         if after.points.complete != before.points.complete
@@ -231,6 +259,7 @@ impl Mirrors {
             }
             shown.insert(member.volume, live);
         }
+        self.check_told(side, before.chain.top().generation, &shown);
         if !before.claims.is_forced {
             let former = before.chain.top().generation;
             let truth = &self.checks.truth[&former];
@@ -283,7 +312,7 @@ impl Mirrors {
 
     /// After each event.
     pub(super) fn check_sides(&mut self) {
-        if self.checks.had_common {
+        if self.checks.had_common && !self.is_ended() {
             let mut points =
                 self.sides[0].volumes[&volume(0)].points.iter().map(|(point, _)| *point);
             let is_common = points.any(|point| self.sides.iter().all(|side| side.holds(point)));
@@ -326,13 +355,25 @@ impl Mirrors {
         self.checks.checked += 1;
         if let Some(((volume, block), tag)) = lacks {
             let detail = format!("{side}: told {synced_ms}, {volume:?} block {block} lacks {tag}");
-            self.violate("SyncTimeIsTrue", detail);
+            return self.violate("SyncTimeIsTrue", detail);
+        }
+        // Records that are restored do not know what was told.
+        if self.checks.restores == 0 {
+            let told = self.checks.told.entry(generation).or_default();
+            *told = (*told).max(synced_ms);
         }
     }
 
     /// Liveness: one side is primary, and the other one has all that it shows.
     pub(super) fn check_well(&mut self) {
         let records = [self.sides[0].stored(), self.sides[1].stored()];
+        if self.is_ended() {
+            if records.iter().any(|record| record.role != Role::Off) {
+                let roles = [records[0].role, records[1].role];
+                self.violate("Liveness", format!("the application is deleted: {roles:?}"));
+            }
+            return;
+        }
         let primary = records.iter().position(|record| record.role == Role::Primary);
         let state = || {
             let shown = records.iter().map(|record| {

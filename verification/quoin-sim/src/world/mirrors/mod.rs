@@ -18,10 +18,12 @@
 //! | CleanupHarmless | a call of a clean-up that changes a copy |
 //! | IdleIsFree | points of a group that nobody writes |
 //! | SizesFirst | a slot for a copy that is still too small, or a planned promotion to a smaller volume |
+//! | ToldTimeIsKept, OrphanShowsCompletePoint | see `managers.rs` |
 //! | Liveness | a copy that is not complete again after the last fault |
 //! | Bounds | a message that is not decoded, a run without an end |
 
 mod checkers;
+mod managers;
 mod orchestrator;
 mod side;
 mod volume;
@@ -37,6 +39,7 @@ use quoin_cluster::mirror::{
 use quoin_types::ids::{GroupId, PointId, VolumeId};
 
 use self::checkers::Checks;
+use self::managers::Managers;
 use self::orchestrator::Orchestrator;
 use self::side::Side;
 use self::volume::{Content, Effect, Tag};
@@ -125,6 +128,8 @@ pub(crate) struct Mirrors {
     link: [bool; 2],
     settings: Settings,
     orchestrator: Orchestrator,
+    /// `None`: calls come without an object behind them.
+    managers: Option<Managers>,
     checks: Checks,
     is_calm: bool,
     is_idle: bool,
@@ -147,13 +152,13 @@ impl Mirrors {
     pub fn new(options: RunOptions) -> Self {
         let mut random = Random::new(options.seed ^ 0x6d69_7272_6f72);
         let mut growth = Random::new(options.seed ^ 0x0073_697a_66f4);
-        let is_roles = options.swarm == Swarm::Failovers;
+        let is_roles = matches!(options.swarm, Swarm::Failovers | Swarm::Orchestrators);
         let is_restored = options.swarm == Swarm::Restored;
         let settings = Settings {
             loss_percent: *random.pick(&[0, 2, 10, 30]),
             delay_ns: *random.pick(&[5, 40, 300]) * MILLISECOND,
             forced_percent: if is_roles || random.percent(50) { 40 } else { 0 },
-            restores: is_restored || random.percent(15),
+            restores: is_restored || random.percent(15) && options.swarm != Swarm::Orchestrators,
             growth_percent: if growth.percent(30) { 4 } else { 0 },
             calls_every: if is_roles { (2, 12) } else { (5, 60) },
             faults_every: if is_restored { (3, 20) } else { (4, 40) },
@@ -194,6 +199,7 @@ impl Mirrors {
             link: [true; 2],
             settings,
             orchestrator: Orchestrator::default(),
+            managers: (options.swarm == Swarm::Orchestrators).then(Managers::default),
             checks,
             is_calm: false,
             is_idle: false,
@@ -328,7 +334,7 @@ impl Mirrors {
     fn client(&mut self, side: usize) {
         let members: Vec<VolumeId> = self.sides[side].volumes.keys().copied().collect();
         let volume = *self.random.pick(&members);
-        if !self.is_idle {
+        if !self.is_idle && self.runs_at(side) {
             self.publish(side, volume);
             self.client_write(side, volume);
         }
@@ -639,6 +645,22 @@ mod tests {
             assert!(promotions > 4 && completions > 40 && slots > 400, "{swarm:?}: {sums:?}");
             assert!(checked > 1000 && (restores > 0 || !is_restored), "{swarm:?}: {sums:?}");
         }
+    }
+
+    #[test]
+    fn managers_move_an_application_to_and_fro_and_delete_it_through_faults() {
+        let (mut moves, mut orphans, mut promotions) = (0, 0, 0);
+        for seed in 1..=24 {
+            let swarm = Swarm::Orchestrators;
+            let options = RunOptions { seed, swarm, ..RunOptions::default() };
+            let mut mirrors = Mirrors::new(options);
+            mirrors.run();
+            assert_eq!(mirrors.report(seed).violation, None);
+            let managers = mirrors.managers.as_ref().unwrap();
+            (moves, orphans) = (moves + managers.moves, orphans + managers.orphans);
+            promotions += mirrors.checks.promotions;
+        }
+        assert!(moves > 60 && orphans > 2 && promotions > 40, "{moves} {orphans} {promotions}");
     }
 
     #[test]

@@ -72,8 +72,12 @@ impl Mirrors {
         if self.is_calm {
             let records = [self.sides[0].stored(), self.sides[1].stored()];
             person::decide(self, &records);
+            self.end_application();
             self.schedule.after(3 * SECOND, MirrorEvent::Orchestrate);
             return;
+        }
+        if self.managers.is_some() {
+            return self.turns();
         }
         let side = self.random.index(2);
         match self.random.below(10) {
@@ -118,7 +122,7 @@ impl Mirrors {
     }
 
     /// The calls of a clean-up, in any order and more than once.
-    fn clean_up(&mut self, side: usize) {
+    pub(super) fn clean_up(&mut self, side: usize) {
         let role = self.sides[side].stored().role;
         // A disaster-recovery orchestrator cleans up the side that it left.
         if !role.is_copy() {
