@@ -124,6 +124,8 @@ fn give_the_present_members_again(first: &Side, application: &mut Application) {
     let source = group(&application.group);
     let [a, b] = application.ids().map(str::to_owned);
     let client = first.open(&a);
+    // A lent target of a volume that is not attached may come and go.
+    let beside = first.open(&b);
     let before = first.epochs();
     let destination = first.destination(&source).unwrap();
     let synced = first.info(&source).unwrap().last_sync_time.unwrap();
@@ -155,6 +157,7 @@ fn give_the_present_members_again(first: &Side, application: &mut Application) {
     assert!(info.last_sync_bytes < VOLUME_BYTES as i64 / 8, "with what changed alone: {info:?}");
     assert_eq!(first.epochs(), before, "no target opened a volume again");
     assert_eq!(first.destination(&source).unwrap(), destination);
+    first.close(&b, beside);
     first.close(&a, client);
 }
 

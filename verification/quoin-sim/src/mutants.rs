@@ -363,7 +363,8 @@ pub const ALL: &[Defect] = &[
     mirror("point-behind-the-final-one-kept", Swarm::Disasters),
     mirror("final-point-kept-over-a-recovery", Swarm::Restored),
     mirror("joiner-counted-complete", Swarm::Mirrors),
-    mirror("orphan-emptied-before-it-is-settled", Swarm::Failovers),
+    mirror("orphan-emptied-before-it-is-settled", Swarm::Orchestrators),
+    mirror("side-that-diverged-not-ended", Swarm::Orchestrators),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),

@@ -36,7 +36,7 @@ impl Brain {
             Role::Demoting => self.demoting(now),
             Role::Secondary => self.ended().or_else(|| self.sure()).or_else(|| self.secondary(now)),
             Role::Promoting => self.promoting(now),
-            Role::Resyncing => self.resyncing(),
+            Role::Resyncing => self.ended().or_else(|| self.resyncing()),
         }
     }
 
@@ -48,15 +48,28 @@ impl Brain {
 
     /// The other side ended the mirror where it was primary.
     fn ended(&self) -> Option<Record> {
-        let word = self.heard.as_ref()?;
-        let is_ended = word.role == Role::Off
-            && self.record.chain.relation(&word.chain) == Relation::Same
-            && !self.record.is_own();
-        if !is_ended {
+        let word = self.heard.as_ref().filter(|word| word.role == Role::Off)?;
+        let record = &self.record;
+        let wrote_apart = matches!(record.role, Role::Diverged | Role::Resyncing)
+            && record.chain.all().iter().any(|begun| word.chain.has(begun.generation))
+            && !mutant::is("side-that-diverged-not-ended");
+        let is_copy = record.chain.relation(&word.chain) == Relation::Same && !record.is_own();
+        let points = &record.points;
+        let shown = match record.role {
+            _ if !wrote_apart => points.complete.filter(|_| is_copy),
+            // Its own is discarded by force: once that is kept, it goes on to the last common point.
+            Role::Resyncing if self.all(|member| member.lost == record.lost) => points.common,
+            Role::Resyncing => return None,
+            // Nobody discards what it wrote: the view is the final point.
+            _ if record.is_own() => points.last,
+            _ => points.complete,
+        };
+        if !is_copy && !wrote_apart {
             return None;
         }
         self.changed(|record| {
             record.role = Role::Orphan;
+            record.points.complete = shown;
             record.receiving = None;
             record.claims = Claims::default();
         })

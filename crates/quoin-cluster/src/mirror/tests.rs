@@ -522,6 +522,31 @@ fn a_side_that_does_not_know_what_it_holds_is_not_diverged_yet() {
     assert_eq!(role_by(false), Some(Role::Diverged));
 }
 
+/// Its own writes are its content from then on; those that a resync with force kept already are in `lost`.
+#[test]
+fn a_side_that_diverged_is_an_orphan_once_the_other_side_ended_the_mirror() {
+    break_a_rule();
+    let (chain, forked) =
+        (goes_on(&copy().chain, CLUSTERS[0]), goes_on(&copy().chain, CLUSTERS[1]));
+    let (common, last, lost) = (Some(POINT), Some(PointId(11)), Some(PointId(3)));
+    let points = Points { common, last, ..Points::default() };
+    let ended = |role: Role, kept: Option<PointId>, theirs: &Chain| {
+        let record = Record { role, fence: 5, lost, chain: chain.clone(), points, ..copy() };
+        let (mut brain, mut peer) = (Brain::new(now(0), record.clone(), 1), Session::new(8));
+        let member = Observed { lost: kept, ..*seen(1, &record, &[POINT, PointId(11)]) };
+        brain.on(now(0), Event::Observed(VOLUME, Box::new(member)), &mut Vec::new());
+        let other = Word { role: Role::Off, chain: theirs.clone(), ..word(&record) };
+        let actions = hear(&mut brain, &mut peer, other);
+        stored(&actions).map(|record| (record.role, record.points.complete))
+    };
+    assert_eq!(ended(Role::Diverged, None, &forked), Some((Role::Orphan, last)));
+    assert_eq!(ended(Role::Resyncing, None, &forked), None, "what it wrote is not kept yet");
+    assert_eq!(ended(Role::Resyncing, lost, &forked), Some((Role::Orphan, common)));
+    let generation = Generation { number: 1, cluster: CLUSTERS[1], id: 99 };
+    let another = Chain::new(Begun { generation, at: None });
+    assert_eq!(ended(Role::Diverged, None, &another), None, "that was another mirror");
+}
+
 #[test]
 fn a_forgotten_final_point_is_cut_again_also_where_the_other_side_has_not_followed() {
     break_a_rule();
@@ -538,6 +563,7 @@ fn a_forgotten_final_point_is_cut_again_also_where_the_other_side_has_not_follow
 /// A volume that leaves keeps its view, and nobody takes it back to a point any more.
 #[test]
 fn members_leave_an_orphan_once_it_shows_its_last_point_and_takes_no_slots() {
+    break_a_rule();
     let points = Points { complete: Some(POINT), ..Points::default() };
     let record = Record { role: Role::Orphan, points, ..copy() };
     let transfer = Transfer { point: PointId(10), base: Some(POINT) };
