@@ -23,7 +23,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let addons = protox::compile(sources(&format!("proto/{ADDONS}"))?, ["proto"])?;
     let out = out.join(ADDONS);
     std::fs::create_dir_all(&out)?;
-    generate(addons, &out, |builder| builder.extern_path(".csi.v1", "crate::csi"))
+    generate(addons, &out, |builder| builder.extern_path(".csi.v1", "crate::csi"))?;
+
+    // A client's part alone.
+    let directory = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
+    let etcd = protox::compile(sources("proto/etcd")?, ["proto"])?;
+    generate(etcd, &directory, |builder| builder.build_server(false))
 }
 
 fn sources(directory: &str) -> std::io::Result<Vec<std::path::PathBuf>> {

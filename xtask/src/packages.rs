@@ -29,9 +29,11 @@ pub const PYTHON: Need =
 pub const PERF: Need = Need { program: "perf", package: "linux-perf", purpose: "profiles" };
 pub const STRACE: Need =
     Need { program: "strace", package: "strace", purpose: "kills at each call of a process" };
+pub const ETCD: Need =
+    Need { program: "etcd", package: "etcd-server", purpose: "records of several controllers" };
 /// Programs that the tests need.
-pub const OF_TESTS: [&Need; 9] =
-    [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON, &STRACE];
+pub const OF_TESTS: [&Need; 10] =
+    [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON, &STRACE, &ETCD];
 
 /// Installs missing programs by apt, where permitted; otherwise prints the command. A tool that
 /// stays missing is no error here: the test that needs it names it in its own failure.

@@ -31,6 +31,12 @@ pub mod csi {
     pub const PROTO: &str = include_str!("../proto/csi.proto");
 }
 
+/// The part of etcd's v3 API that a store of records needs: clients alone.
+#[allow(clippy::all, clippy::pedantic)]
+pub mod etcd {
+    tonic::include_proto!("etcdserverpb");
+}
+
 /// CSI-Addons: the services beside the Container Storage Interface, on a socket of their own.
 pub mod csi_addons {
     /// Declares the module of each package, with the `Debug` of messages that carry secrets: their name

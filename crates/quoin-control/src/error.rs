@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use quoin_cluster::Refusal;
 use quoin_cluster::refusal::shown_by;
+use quoin_identity::ClusterId;
 use quoin_types::Term;
 use tonic::{Code, Status};
 
@@ -94,6 +95,12 @@ pub enum Error {
     AlreadyInitialised(PathBuf),
 
     #[error(
+        "{dir} holds the authority of cluster {own}, and the records are of cluster {found}: choose an \
+         empty directory, or another --etcd-prefix for a cluster of its own"
+    )]
+    OtherCluster { dir: PathBuf, own: ClusterId, found: ClusterId },
+
+    #[error(
         "{0} holds no authority, so nobody would believe a controller made there; put authority.json \
          of the former one there, or restore a backup (`quoin controller restore`)"
     )]
@@ -154,6 +161,7 @@ impl Error {
             | Self::NotInitialised(_)
             | Self::AlreadyInitialised(_)
             | Self::NoAuthority(_)
+            | Self::OtherCluster { .. }
             | Self::Foreign { .. }
             | Self::Serve(_) => Code::Internal,
         }

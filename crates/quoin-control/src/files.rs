@@ -7,15 +7,22 @@ use crate::Error;
 /// The cluster's authority, and its records, in a controller's directory.
 pub(crate) const AUTHORITY_FILE: &str = "authority.json";
 pub(crate) const RECORDS_FILE: &str = "records.redb";
+/// Says in the directory of one of several controllers that the records are in etcd.
+pub(crate) const ETCD_FILE: &str = "records.etcd";
 
 /// Returns true if `dir` holds a cluster: what [`crate::init`] does last is there.
 pub fn is_initialised(dir: &Path) -> bool {
-    dir.join(RECORDS_FILE).exists()
+    dir.join(RECORDS_FILE).exists() || is_one_of_several(dir)
+}
+
+/// Returns true if `dir` is of one of several controllers: what [`crate::join_controllers`] does last is there.
+pub(crate) fn is_one_of_several(dir: &Path) -> bool {
+    dir.join(ETCD_FILE).exists()
 }
 
 /// Refuses a directory with other contents than an unfinished cluster of [`crate::init`].
 pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
-    const OWN: [&str; 3] = [AUTHORITY_FILE, "identity", RECORDS_FILE];
+    const OWN: [&str; 4] = [AUTHORITY_FILE, "identity", RECORDS_FILE, ETCD_FILE];
     let entries = match std::fs::read_dir(dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         listed => listed.map_err(|source| Error::File { path: dir.to_owned(), source })?,

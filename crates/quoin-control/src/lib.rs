@@ -1,6 +1,6 @@
 //! The control plane: the desired state of the cluster, and the changes that reach it.
 //!
-//! * [`store`]: records under compare-and-swap; embedded on redb.
+//! * [`store`]: records under compare-and-swap; embedded on redb, or in etcd for several controllers.
 //! * The records and the decisions about ownership are those of `quoin-cluster`.
 //! * [`Controller`]: the logic, apart from gRPC: creation and deletion of volumes, attachments,
 //!   epochs and replacements, reports, assignments, reconcilers, events, members of the cluster.
@@ -44,8 +44,8 @@ pub use reconcile::dying;
 pub use reconcile::heal::Healing;
 pub use reconcile::rebalance::Balance;
 pub use run::{
-    HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,
-    run, serve,
+    HEALS_PER_POOL, InitReport, JoinedControllers, Options, REPORT_EVERY_MS, Records, init,
+    init_again, is_initialised, join_controllers, open, run, serve,
 };
 pub use settings::Settings;
 pub use snapshot::history::check_part;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_identity::{
-    Authority, Identity, IncomingLimits, JoinToken, Lifetimes, Role, Shares, serve_incoming,
-    unix_incoming,
+    Authority, ClusterId, Identity, IncomingLimits, JoinToken, Lifetimes, Role, Shares,
+    serve_incoming, unix_incoming,
 };
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::watch;
@@ -23,12 +23,13 @@ use crate::controller::Controller;
 use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
 pub use crate::files::is_initialised;
-use crate::files::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
+use crate::files::{AUTHORITY_FILE, ETCD_FILE, RECORDS_FILE, is_one_of_several, refuse_foreign};
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
 use crate::reconcile::reach::Dialler;
 use crate::reconcile::work;
 use crate::settings::Settings;
-use crate::state::store::Embedded;
+use crate::state::events::{Object, Severity};
+use crate::state::store::{Embedded, Etcd, EtcdOptions, Rule, Store, StoreError};
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
 use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
@@ -44,14 +45,27 @@ const CALLS_MAX: u32 = 256;
 const STREAM_WINDOW_BYTES: u32 = 128 << 10;
 const CONNECTION_WINDOW_BYTES: u32 = 256 << 10;
 const FRAME_BYTES_MAX: u32 = 64 << 10;
+/// Streams of members end by themselves in this time once they are to turn to another controller, or are cut.
+const MEMBERS_CUT_AFTER: Duration = Duration::from_millis(200);
 /// How often what is due by time is looked after.
 const TICK: Duration = Duration::from_secs(1);
+
+/// Where the records lie.
+#[derive(Clone, Debug, Default)]
+pub enum Records {
+    /// In the controller's directory: it is the only controller.
+    #[default]
+    Embedded,
+    /// In etcd, for several controllers, of which one rules.
+    Etcd(EtcdOptions),
+}
 
 /// Everything that `quoin controller` is told.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Holds `records.redb`, `authority.json` and `identity/`.
     pub dir: PathBuf,
+    pub records: Records,
     /// The admin socket, mode 0600; made anew at each start.
     pub admin_socket: PathBuf,
     /// Where agents come in, over mutual TLS; `None`: only the admin socket is served.
@@ -102,6 +116,7 @@ impl Options {
         Self {
             admin_socket: dir.join("admin.sock"),
             dir,
+            records: Records::Embedded,
             listen: None,
             data_security: "encrypt".to_owned(),
             default_replicas: 3,
@@ -173,6 +188,15 @@ pub struct InitReport {
     pub records_lost: bool,
 }
 
+/// Result of [`join_controllers`].
+#[derive(Clone, Debug)]
+pub enum JoinedControllers {
+    /// The cluster was made.
+    Made(InitReport),
+    /// The cluster was there, and this is another controller of it.
+    Another(ClusterId),
+}
+
 fn identity_dir(dir: &Path) -> PathBuf {
     dir.join("identity")
 }
@@ -214,7 +238,6 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
         Ok(identity) => identity,
         Err(_) => authority.issue_identity(&identity_dir(dir), Role::Controller, "controller")?,
     };
-    let cluster_id = authority.cluster().to_string();
     if records_lost {
         let made = doubted_records(dir, &[], "they were lost").await?;
         let failed = |source| Error::File { path: dir.to_owned(), source };
@@ -222,12 +245,8 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     }
     close_to_others(dir)?;
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
-    let settings = Options::new(dir).settings();
-    let controller = Controller::open(store, identity, authority, settings).await?;
-    let (join_token, expires_ms) =
-        controller.membership.members.create_join_token("", 0, "", false).await?;
-    controller.state.events().flush().await?;
-    Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
+    let made = first_token(store, identity, authority, Options::new(dir).settings()).await?;
+    Ok(InitReport { records_lost, ..made })
 }
 
 /// Takes a controller's directory from other users of the host, who might read what is written
@@ -245,23 +264,120 @@ fn close_to_others(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
+/// Makes a cluster whose records lie in etcd; where there is one already, `dir` becomes the directory of another
+/// controller of it, and the answer has no token. Never overwrites one.
+pub async fn join_controllers(
+    dir: &Path,
+    options: &EtcdOptions,
+    lifetimes: Lifetimes,
+) -> Result<JoinedControllers, Error> {
+    if is_initialised(dir) {
+        return Err(Error::AlreadyInitialised(dir.to_owned()));
+    }
+    refuse_foreign(dir)?;
+    let store = Etcd::new(options)?;
+    let found = match store.authority().await? {
+        Some(found) => found,
+        None => {
+            let authority = match Authority::create(dir, lifetimes) {
+                // A former attempt ended before etcd had it.
+                Err(quoin_identity::Error::AuthorityExists { .. }) => {
+                    Authority::load(dir, lifetimes)?
+                }
+                created => created?,
+            };
+            let exported = authority.export()?.into_bytes();
+            match store.create_authority(&exported).await? {
+                true => return make_in(dir, store, authority, options).await,
+                false => store.authority().await?.unwrap_or(exported),
+            }
+        }
+    };
+    if dir.join(AUTHORITY_FILE).exists() {
+        let own = Authority::load(dir, lifetimes)?.cluster();
+        let found = Authority::parse(&found, lifetimes)?.cluster();
+        if own != found {
+            return Err(Error::OtherCluster { dir: dir.to_owned(), own, found });
+        }
+    }
+    let authority = Authority::import(dir, &found, lifetimes)?;
+    let is_empty = store.list("").await?.is_empty();
+    if is_empty {
+        // The one who made it ended in the middle.
+        return make_in(dir, store, authority, options).await;
+    }
+    identity_of(dir, &authority)?;
+    close_to_others(dir)?;
+    mark_one_of_several(dir, options)?;
+    Ok(JoinedControllers::Another(authority.cluster()))
+}
+
+/// Says in the directory where the records are: its last file.
+fn mark_one_of_several(dir: &Path, options: &EtcdOptions) -> Result<(), Error> {
+    let path = dir.join(ETCD_FILE);
+    let text = format!("{}\n", options.prefix);
+    std::fs::write(&path, text).map_err(|source| Error::File { path, source })
+}
+
+/// The first records of a cluster in etcd.
+async fn make_in(
+    dir: &Path,
+    store: Etcd,
+    authority: Authority,
+    options: &EtcdOptions,
+) -> Result<JoinedControllers, Error> {
+    let identity = identity_of(dir, &authority)?;
+    close_to_others(dir)?;
+    let settings = Options::new(dir).settings();
+    let made = first_token(Arc::new(store), identity, authority, settings).await?;
+    mark_one_of_several(dir, options)?;
+    Ok(JoinedControllers::Made(made))
+}
+
+async fn first_token(
+    store: Arc<dyn Store>,
+    identity: Identity,
+    authority: Authority,
+    settings: Settings,
+) -> Result<InitReport, Error> {
+    let cluster_id = authority.cluster().to_string();
+    let controller = Controller::open(store, identity, authority, settings).await?;
+    let (join_token, expires_ms) =
+        controller.membership.members.create_join_token("", 0, "", false).await?;
+    controller.state.events().flush().await?;
+    Ok(InitReport { cluster_id, join_token, expires_ms, records_lost: false })
+}
+
+/// The controller's certificate in its directory; one is issued where there is none.
+fn identity_of(dir: &Path, authority: &Authority) -> Result<Identity, Error> {
+    Ok(match Identity::load(&identity_dir(dir)) {
+        Err(quoin_identity::Error::NotJoined { .. }) => {
+            authority.issue_identity(&identity_dir(dir), Role::Controller, "controller")?
+        }
+        loaded => loaded?,
+    })
+}
+
 /// Opens what [`init`] made.
 pub async fn open(options: &Options) -> Result<Controller, Error> {
     options.check()?;
     let dir = &options.dir;
-    if !is_initialised(dir) {
+    if !dir.join(RECORDS_FILE).exists() {
         return Err(Error::NotInitialised(dir.clone()));
     }
     // The records first: a second controller must change nothing of the first one's.
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     close_to_others(dir)?;
     let authority = Authority::load(dir, options.lifetimes)?;
-    let identity = match Identity::load(&identity_dir(dir)) {
-        Err(quoin_identity::Error::NotJoined { .. }) => {
-            authority.issue_identity(&identity_dir(dir), Role::Controller, "controller")?
-        }
-        loaded => loaded?,
-    };
+    open_with(options, store, authority).await
+}
+
+async fn open_with(
+    options: &Options,
+    store: Arc<dyn Store>,
+    authority: Authority,
+) -> Result<Controller, Error> {
+    let identity = identity_of(&options.dir, &authority)?;
     let controller = Controller::open(store, identity, authority, options.settings()).await?;
     controller.state.check_term()?;
     // A controller that slept past its certificate's end gets itself a new one.
@@ -271,7 +387,87 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
 
 /// Serves until `shutdown` becomes true.
 pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
-    let controller = Arc::new(open(&options).await?);
+    match &options.records {
+        Records::Embedded => {
+            let controller = Arc::new(open(&options).await?);
+            serve_on_sockets(&options, controller, shutdown.clone(), shutdown).await
+        }
+        Records::Etcd(etcd) => run_by_lease(&options, etcd, shutdown).await,
+    }
+}
+
+/// Waits for this controller's turn, and serves while it rules.
+async fn run_by_lease(
+    options: &Options,
+    etcd: &EtcdOptions,
+    shutdown: watch::Receiver<bool>,
+) -> Result<(), Error> {
+    options.check()?;
+    if !is_one_of_several(&options.dir) {
+        return Err(Error::NotInitialised(options.dir.clone()));
+    }
+    let store = Arc::new(Etcd::new(etcd)?);
+    let mut down = shutdown.clone();
+    let rule = tokio::select! {
+        rule = store.campaign(&etcd.controller, etcd.times) => rule?,
+        _ = down.wait_for(|down| *down) => return Ok(()),
+    };
+    tracing::info!(etcd = store.member(), "this controller rules");
+    let served = serve_while_ruling(options, etcd, &store, &rule, shutdown);
+    let outcome = tokio::select! {
+        served = served => served,
+        () = store.keep_ruling(&rule) => Err(StoreError::NotLeading.into()),
+    };
+    store.release(&rule).await;
+    outcome
+}
+
+async fn serve_while_ruling(
+    options: &Options,
+    etcd: &EtcdOptions,
+    store: &Arc<Etcd>,
+    rule: &Rule,
+    shutdown: watch::Receiver<bool>,
+) -> Result<(), Error> {
+    let Some(exported) = store.authority().await? else {
+        return Err(Error::NotInitialised(options.dir.clone()));
+    };
+    // Another controller may have rotated it.
+    let authority = Authority::import(&options.dir, &exported, options.lifetimes)?;
+    close_to_others(&options.dir)?;
+    let controller = Arc::new(open_with(options, store.clone(), authority).await?);
+    // Members take no order of a former controller from the first word of this one on.
+    controller.membership.terms.begin().await?;
+    let message = format!("controller {} rules", etcd.controller);
+    let cluster = Object::new("cluster", "", "");
+    controller.state.events().record(Severity::Normal, cluster, "ControllerRules", message);
+    // Members turn to the next controller once it may rule, while people can ask this one still.
+    let (end_members, members_end) = watch::channel(false);
+    let ending = async {
+        let mut down = shutdown.clone();
+        tokio::select! {
+            () = rule.ended() => {}
+            () = rule.expired() => {}
+            _ = down.wait_for(|down| *down) => {}
+        }
+        end_members.send_replace(true);
+        std::future::pending::<()>().await
+    };
+    let served = serve_on_sockets(options, controller, shutdown.clone(), members_end);
+    tokio::select! {
+        served = served => served,
+        () = rule.ended() => Err(StoreError::NotLeading.into()),
+        () = ending => Ok(()),
+    }
+}
+
+/// Serves people until `shutdown` becomes true, and members until `members_end` does.
+async fn serve_on_sockets(
+    options: &Options,
+    controller: Arc<Controller>,
+    shutdown: watch::Receiver<bool>,
+    members_end: watch::Receiver<bool>,
+) -> Result<(), Error> {
     let admin = bind_admin(&options.admin_socket).await?;
     let agents = match options.listen {
         Some(address) => {
@@ -294,7 +490,8 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     );
     let dialler = Dialler::new(controller.state.clone(), controller.work.lifecycle.clone());
     let dialling = tokio::spawn(Arc::new(dialler).keep_dialling(shutdown.clone()));
-    let served = serve(controller.clone(), admin, agents, shutdown).await;
+    let served =
+        serve_members_until(controller.clone(), admin, agents, shutdown, members_end).await;
     dialling.abort();
     let _ = std::fs::remove_file(&options.admin_socket);
     controller.state.events().flush().await?;
@@ -307,6 +504,16 @@ pub async fn serve(
     admin: UnixListener,
     agents: Option<TcpListener>,
     shutdown: watch::Receiver<bool>,
+) -> Result<(), Error> {
+    serve_members_until(controller, admin, agents, shutdown.clone(), shutdown).await
+}
+
+async fn serve_members_until(
+    controller: Arc<Controller>,
+    admin: UnixListener,
+    agents: Option<TcpListener>,
+    shutdown: watch::Receiver<bool>,
+    members_end: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     let services = Services {
         controller: controller.clone(),
@@ -329,8 +536,18 @@ pub async fn serve(
         let incoming = serve_incoming(listener, config, IncomingLimits::default());
         let served = server(&controller, &budgets)
             .add_routes(services.routes())
-            .serve_with_incoming_shutdown(incoming, down(shutdown.clone()));
-        served.await.map_err(Error::from)
+            .serve_with_incoming_shutdown(incoming, down(members_end.clone()));
+        let cut = async {
+            down(members_end.clone()).await;
+            tokio::time::sleep(MEMBERS_CUT_AFTER).await;
+        };
+        tokio::select! {
+            served = served => served.map_err(Error::from)?,
+            () = cut => {}
+        }
+        // People are served until the end.
+        down(shutdown.clone()).await;
+        Ok(())
     };
     let local = async { local.await.map_err(Error::from) };
     let mut superseded = controller.membership.terms.superseded();

@@ -112,8 +112,12 @@ impl Authority {
     pub fn load(dir: &Path, lifetimes: Lifetimes) -> Result<Self, Error> {
         let path = dir.join("authority.json");
         let bytes = files::read(&path)?.ok_or_else(|| Error::NotJoined { dir: dir.to_owned() })?;
+        Self::read(path, &bytes, lifetimes)
+    }
+
+    fn read(path: PathBuf, bytes: &[u8], lifetimes: Lifetimes) -> Result<Self, Error> {
         let damaged = |reason: String| Error::Damaged { path: path.clone(), reason };
-        let file: File = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        let file: File = serde_json::from_slice(bytes).map_err(|e| damaged(e.to_string()))?;
         if file.format != FORMAT {
             return Err(damaged(format!(
                 "format {} is of a newer Quoin; this one knows {FORMAT}",
@@ -193,40 +197,67 @@ impl Authority {
     /// Makes a new authority; the former one stays trusted until the last certificate that it
     /// signed has expired.
     pub fn rotate(&mut self) -> Result<(), Error> {
-        self.forget_former()?;
-        if let Some(former) = &self.file.former {
-            let left = former.trusted_until_s.saturating_sub(now_s());
-            return Err(Error::RotationUnderWay(left));
+        let next = self.rotated()?;
+        self.adopt(next)
+    }
+
+    /// Returns the authority that [`Authority::rotate`] would make. Nothing is signed by it before it is
+    /// adopted.
+    pub fn rotated(&self) -> Result<Self, Error> {
+        if let Some(former) = &self.file.former
+            && former.trusted_until_s > now_s()
+        {
+            return Err(Error::RotationUnderWay(former.trusted_until_s.saturating_sub(now_s())));
         }
-        let generation = self.file.generation + 1;
-        let key = KeyPair::generate().map_err(Error::certificate)?;
-        let params = authority_params(self.cluster, generation, self.lifetimes.authority);
-        let certificate = params.self_signed(&key).map_err(Error::certificate)?;
+        let (mut next, params, key) = self.next_generation()?;
         let cross = params.signed_by(&key, &self.issuer()?).map_err(Error::certificate)?;
-        let former = Former {
+        next.file.former = Some(Former {
             certificate_pem: self.file.certificate_pem.clone(),
             cross_pem: cross.pem(),
             trusted_until_s: now_s() + self.lifetimes.holder.as_secs() + 1,
-        };
-        let next = File {
-            format: FORMAT,
-            cluster_id: self.cluster.to_string(),
-            generation,
-            key_pem: key.serialize_pem(),
-            certificate_pem: certificate.pem(),
-            former: Some(former),
-        };
-        let before = std::mem::replace(&mut self.file, next);
-        self.save().inspect_err(|_| self.file = before)
+        });
+        Ok(next)
     }
 
     /// Makes a new authority at once: no certificate of a former one is trusted any more.
     pub fn rotate_at_once(&mut self) -> Result<(), Error> {
+        let next = self.rotated_at_once()?;
+        self.adopt(next)
+    }
+
+    /// Returns the authority that [`Authority::rotate_at_once`] would make.
+    pub fn rotated_at_once(&self) -> Result<Self, Error> {
+        Ok(self.next_generation()?.0)
+    }
+
+    /// Puts another state of this authority in the place of this one, in its file first.
+    pub fn adopt(&mut self, next: Self) -> Result<(), Error> {
+        next.save()?;
+        *self = next;
+        Ok(())
+    }
+
+    /// Writes an authority that [`Authority::export`] returned elsewhere into `dir`, whatever is there.
+    pub fn import(dir: &Path, exported: &[u8], lifetimes: Lifetimes) -> Result<Self, Error> {
+        files::make_dir(dir)?;
+        let path = dir.join("authority.json");
+        let authority = Self::read(path, exported, lifetimes)?;
+        authority.save()?;
+        Ok(authority)
+    }
+
+    /// Reads an authority that [`Authority::export`] returned, and writes nothing.
+    pub fn parse(exported: &[u8], lifetimes: Lifetimes) -> Result<Self, Error> {
+        Self::read(PathBuf::from("the exported authority"), exported, lifetimes)
+    }
+
+    /// Returns the next generation without a former one, with its parameters and its key.
+    fn next_generation(&self) -> Result<(Self, CertificateParams, KeyPair), Error> {
         let generation = self.file.generation + 1;
         let key = KeyPair::generate().map_err(Error::certificate)?;
         let params = authority_params(self.cluster, generation, self.lifetimes.authority);
         let certificate = params.self_signed(&key).map_err(Error::certificate)?;
-        let next = File {
+        let file = File {
             format: FORMAT,
             cluster_id: self.cluster.to_string(),
             generation,
@@ -234,8 +265,8 @@ impl Authority {
             certificate_pem: certificate.pem(),
             former: None,
         };
-        let before = std::mem::replace(&mut self.file, next);
-        self.save().inspect_err(|_| self.file = before)
+        let (path, cluster, lifetimes) = (self.path.clone(), self.cluster, self.lifetimes);
+        Ok((Self { path, cluster, lifetimes, file }, params, key))
     }
 
     /// Drops the former authority once its time is over; true if it was dropped.

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -24,9 +25,14 @@ use crate::{Error, Expected, Identity, Role, TermChannel, tls};
 
 /// Deadline of TCP connect and TLS handshake together.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
+/// The same, where there is another address to turn to.
+const TURN_TIME: Duration = Duration::from_secs(1);
+/// Most addresses of controllers.
+const ADDRESSES_MAX: usize = 16;
 
 impl Identity {
-    /// Returns a channel to the controller at `host:port`. The channel connects when first used,
+    /// Returns a channel to the controller at `host:port`, or to whichever of several rules, where these are
+    /// separated by commas: one that does not rule takes no connection. The channel connects when first used,
     /// and again whenever the connection is lost, with the certificate of that moment; calls fail
     /// with UNAVAILABLE meanwhile. Callers set a deadline on each call that is not a stream.
     pub fn channel(&self, controller_addr: &str) -> Result<Channel, Error> {
@@ -108,12 +114,18 @@ impl Identity {
 }
 
 /// Returns the settings of every channel: dead peers are noticed within 20 s also when idle.
-pub(crate) fn endpoint(address: &str) -> Result<Endpoint, Error> {
-    let bad = || Error::Address { address: address.to_owned() };
-    let (host, port) = address.rsplit_once(':').ok_or_else(bad)?;
-    if host.is_empty() || port.parse::<u16>().is_err() {
+pub(crate) fn endpoint(addresses: &str) -> Result<Endpoint, Error> {
+    let bad = || Error::Address { address: addresses.chars().take(160).collect() };
+    for address in addresses.split(',') {
+        let (host, port) = address.rsplit_once(':').ok_or_else(bad)?;
+        if host.is_empty() || port.parse::<u16>().is_err() {
+            return Err(bad());
+        }
+    }
+    if addresses.split(',').count() > ADDRESSES_MAX {
         return Err(bad());
     }
+    let address = addresses.split(',').next().unwrap_or_default();
     // The scheme does not decide on TLS here: the connector below makes it.
     let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|_| bad())?;
     Ok(endpoint
@@ -154,19 +166,36 @@ fn connector(
     address: &str,
     source: watch::Sender<Option<IpAddr>>,
 ) -> impl Fn() -> Connecting + Clone + Send + use<> {
-    let (connector, address) = (TlsConnector::from(Arc::new(config)), address.to_owned());
+    let connector = TlsConnector::from(Arc::new(config));
+    let addresses: Arc<[String]> = address.split(',').map(str::to_owned).collect();
+    // The address that answered last is asked first.
+    let last = Arc::new(AtomicUsize::new(0));
     move || {
-        let (connector, address, source) = (connector.clone(), address.clone(), source.clone());
+        let (connector, addresses) = (connector.clone(), addresses.clone());
+        let (last, source) = (last.clone(), source.clone());
         Box::pin(async move {
-            let connect = async {
-                let tcp = TcpStream::connect(&address).await?;
-                tcp.set_nodelay(true)?;
-                let own = tcp.local_addr()?.ip().to_canonical();
-                source.send_if_modified(|known| known.replace(own) != Some(own));
-                connector.connect(tls::server_name(), tcp).await
-            };
-            let stream = tokio::time::timeout(CONNECT_TIME, connect).await;
-            Ok(TokioIo::new(stream.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??))
+            let within = if addresses.len() == 1 { CONNECT_TIME } else { TURN_TIME };
+            let first = last.load(Ordering::Relaxed);
+            let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
+            for place in (0..addresses.len()).map(|n| (first + n) % addresses.len()) {
+                let connect = async {
+                    let tcp = TcpStream::connect(&addresses[place]).await?;
+                    tcp.set_nodelay(true)?;
+                    let own = tcp.local_addr()?.ip().to_canonical();
+                    let stream = connector.connect(tls::server_name(), tcp).await?;
+                    Ok((own, stream))
+                };
+                match tokio::time::timeout(within, connect).await {
+                    Ok(Ok((own, stream))) => {
+                        last.store(place, Ordering::Relaxed);
+                        source.send_if_modified(|known| known.replace(own) != Some(own));
+                        return Ok(TokioIo::new(stream));
+                    }
+                    Ok(Err(error)) => failed = error,
+                    Err(_) => failed = io::Error::from(io::ErrorKind::TimedOut),
+                }
+            }
+            Err(failed)
         })
     }
 }

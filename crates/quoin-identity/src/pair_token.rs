@@ -69,6 +69,9 @@ fn check_addresses(addresses: &[String]) -> Result<(), Error> {
         if address.len() > ADDRESS_BYTES_MAX {
             return Err(refused(format!("one has {} bytes", address.len())));
         }
+        if address.contains(',') {
+            return Err(refused("one has a comma: each address is given by itself".to_owned()));
+        }
         endpoint(address).map_err(|error| refused(error.to_string()))?;
     }
     Ok(())

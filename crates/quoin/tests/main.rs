@@ -15,6 +15,7 @@ mod block_devices;
 mod certificates;
 mod clones;
 mod command_line;
+mod controllers;
 mod crashes;
 mod csi;
 mod damage;

@@ -164,7 +164,7 @@ impl Trouble<'_> {
         for (volume, client) in clients.iter().enumerate() {
             for lba in 0..BLOCKS {
                 let offset = lba * BLOCK;
-                if offset % PIECE != 0 {
+                if !offset.is_multiple_of(PIECE) {
                     continue;
                 }
                 let found = client.read(offset, PIECE as u32).unwrap();

@@ -14,7 +14,7 @@ use common::network::Network;
 use common::{Cluster, Place, User, eventually};
 use quoin_nbd::client::{Address, Client, ClientOptions};
 
-const BLOCKS: u64 = 256;
+pub const BLOCKS: u64 = 256;
 /// The exit status of a controller that another one has superseded.
 const SUPERSEDED: i32 = 4;
 
@@ -67,10 +67,10 @@ impl Name {
 }
 
 /// Number of the last acknowledged write, by block.
-type Written = Arc<Mutex<BTreeMap<u64, u64>>>;
+pub type Written = Arc<Mutex<BTreeMap<u64, u64>>>;
 
 /// A client that writes and flushes one block after the other.
-struct Writer {
+pub struct Writer {
     stop: Arc<AtomicBool>,
     acknowledged: Arc<AtomicU64>,
     written: Written,
@@ -84,7 +84,7 @@ fn content(number: u64) -> Bytes {
 }
 
 impl Writer {
-    fn start(socket: &str, from: u64, written: Written) -> Self {
+    pub fn start(socket: &str, from: u64, written: Written) -> Self {
         let (stop, acknowledged) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let options = ClientOptions::new(Address::Unix(socket.into()));
         let client = eventually("the volume is served", || Client::connect(options.clone()).ok());
@@ -107,11 +107,11 @@ impl Writer {
         Self { stop, acknowledged, written, thread }
     }
 
-    fn count(&self) -> u64 {
+    pub fn count(&self) -> u64 {
         self.acknowledged.load(Ordering::Relaxed)
     }
 
-    fn assert_progress(&self, what: &str) {
+    pub fn assert_progress(&self, what: &str) {
         let before = self.count();
         eventually(what, || {
             assert!(!self.thread.is_finished(), "{what}: the client got an error");
@@ -119,14 +119,14 @@ impl Writer {
         });
     }
 
-    fn end(self) -> BTreeMap<u64, u64> {
+    pub fn end(self) -> BTreeMap<u64, u64> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap();
         self.written.lock().unwrap().clone()
     }
 }
 
-fn verify(socket: &str, written: &BTreeMap<u64, u64>) {
+pub fn verify(socket: &str, written: &BTreeMap<u64, u64>) {
     let options = ClientOptions::new(Address::Unix(socket.into()));
     let client = eventually("the volume is served", || Client::connect(options.clone()).ok());
     for (block, number) in written {

@@ -1042,7 +1042,7 @@ impl Cluster for Services {
     ) -> Result<Response<RotateAuthorityResponse>, Status> {
         self.govern(&request)?;
         let message = match request.get_ref().at_once.as_str() {
-            "" => self.controller.membership.members.rotate_authority()?,
+            "" => self.controller.membership.members.rotate_authority().await?,
             named => self.controller.membership.members.replace_authority(named).await?,
         };
         Ok(Response::new(RotateAuthorityResponse { message }))

@@ -38,6 +38,8 @@ const TOKENS_MAX: usize = 4096;
 pub struct Members {
     state: Arc<State>,
     authority: Mutex<Authority>,
+    /// Held while a new authority is made: one at a time.
+    rotating: tokio::sync::Mutex<()>,
     admission: Arc<Admission>,
     fences: Fences,
 }
@@ -45,7 +47,13 @@ pub struct Members {
 impl Members {
     pub(crate) fn new(state: Arc<State>, authority: Authority, admission: Arc<Admission>) -> Self {
         let fences = Fences::new(state.clone());
-        Self { state, authority: Mutex::new(authority), admission, fences }
+        Self {
+            state,
+            authority: Mutex::new(authority),
+            rotating: tokio::sync::Mutex::default(),
+            admission,
+            fences,
+        }
     }
 
     /// A new token for `role` ("pool", "node", "admin", "mirror"; empty: pool or node) and, where it
@@ -305,8 +313,10 @@ impl Members {
     }
 
     /// Makes a new authority; everybody comes over to it by renewing, with IO running.
-    pub fn rotate_authority(&self) -> Result<String, Error> {
-        self.authority().rotate()?;
+    pub async fn rotate_authority(&self) -> Result<String, Error> {
+        let _rotating = self.rotating.lock().await;
+        let next = self.authority().rotated()?;
+        self.adopt(next).await?;
         self.renew_own()?;
         let message = "every certificate moves to the new authority when it is renewed; the \
                        former one is trusted until the last of its certificates has run out";
@@ -333,13 +343,17 @@ impl Members {
             self.end_tokens().await?;
         }
         let is_news = {
-            let mut authority = self.authority();
-            let is_trusted = authority.trusts(&fingerprint);
-            if is_trusted {
-                authority.rotate_at_once()?;
+            let _rotating = self.rotating.lock().await;
+            let next = {
+                let authority = self.authority();
+                authority.trusts(&fingerprint).then(|| authority.rotated_at_once()).transpose()?
+            };
+            let is_news = next.is_some();
+            if let Some(next) = next {
+                self.adopt(next).await?;
                 self.admission.authority_was_replaced();
             }
-            is_trusted
+            is_news
         };
         self.renew_own()?;
         if !is_news {
@@ -361,6 +375,12 @@ impl Members {
                        not, or the other way round";
         self.state.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
         Ok(message.to_owned())
+    }
+
+    /// Takes an authority once every controller of the cluster can have it: nothing is signed before.
+    async fn adopt(&self, next: Authority) -> Result<(), Error> {
+        self.state.storage.store.keep_authority(next.export()?.into_bytes()).await?;
+        Ok(self.authority().adopt(next)?)
     }
 
     async fn end_tokens(&self) -> Result<(), Error> {

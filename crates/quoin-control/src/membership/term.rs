@@ -21,7 +21,7 @@ use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::files::{RECORDS_FILE, is_initialised};
+use crate::files::RECORDS_FILE;
 use crate::state::events::{Object, Severity};
 use crate::state::store::{Embedded, Store, StoreError, Swap};
 use crate::state::{State, random_id};
@@ -183,7 +183,7 @@ impl Terms {
 /// # Errors
 /// Where it was not superseded, or runs.
 pub async fn let_recover(dir: &Path) -> Result<Term, Error> {
-    if !is_initialised(dir) {
+    if !dir.join(RECORDS_FILE).exists() {
         return Err(Error::NotInitialised(dir.to_owned()));
     }
     let store = Embedded::open(&dir.join(RECORDS_FILE))?;

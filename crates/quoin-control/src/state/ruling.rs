@@ -8,8 +8,9 @@ use crate::state::State;
 
 impl State {
     /// # Errors
-    /// Says what to do, where the records do not rule.
+    /// Says what to do, where the records do not rule, or another controller may.
     pub(crate) fn check_ruling(&self) -> Result<(), Error> {
+        self.storage.store.check_rule()?;
         match self.term.recovery.get(RecoveryRecord::NAME) {
             None => Ok(()),
             Some(recovery) => Err(Error::Busy(format!(

@@ -3,16 +3,17 @@
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_api::volume::Spread;
-use quoin_control::BackupSchedule;
 use quoin_control::policy::Within;
+use quoin_control::{BackupSchedule, JoinedControllers, Records};
 use quoin_identity::Lifetimes;
 use quoin_telemetry::Source;
 use serde::Serialize;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::RoleOptions;
+use super::controller_records::RecordsOptions;
 use super::healing::HealingOptions;
 use crate::client::ClientOptions;
 use crate::host::ports;
@@ -22,10 +23,15 @@ use crate::size::number_within;
 
 #[derive(Subcommand)]
 pub enum ControllerCommand {
-    /// Make a cluster: its records, its certificate authority and a first join token.
+    /// Make a cluster: its records, its certificate authority and a first join token. Where the records of
+    /// one are in etcd already, this host gets another controller of that cluster.
     #[command(
-        after_help = "Example:\n  quoin controller init --state /var/lib/quoin/controller\n  \
-        quoin controller run --state /var/lib/quoin/controller"
+        after_help = "Examples:\n  quoin controller init --state /var/lib/quoin/controller\n  \
+        quoin controller run --state /var/lib/quoin/controller\n\n  \
+        On each host of several controllers:\n  \
+        quoin controller init --state /var/lib/quoin/controller --store etcd \\\n      \
+        --etcd-endpoints http://etcd-1:2379,http://etcd-2:2379,http://etcd-3:2379\n  \
+        quoin controller run ...    with the same options"
     )]
     Init {
         /// An empty or missing directory; it will hold the authority's key, so keep it private. Or
@@ -37,6 +43,8 @@ pub enum ControllerCommand {
         /// directory.
         #[arg(long)]
         records_lost: bool,
+        #[command(flatten)]
+        records: Box<RecordsOptions>,
         #[command(flatten)]
         lifetime: LifetimeOptions,
     },
@@ -133,6 +141,8 @@ pub struct ControllerOptions {
     #[arg(long, value_enum, default_value = "host")]
     default_spread: SpreadDefault,
     #[command(flatten)]
+    records: RecordsOptions,
+    #[command(flatten)]
     backups: BackupScheduleOptions,
     #[command(flatten)]
     healing: HealingOptions,
@@ -194,7 +204,9 @@ struct MadeView {
     cluster_id: String,
     state: String,
     records_lost: bool,
-    /// Lets the first pool or node join; empty where the records were lost.
+    /// The cluster was there, and this is another controller of it.
+    is_another: bool,
+    /// Lets the first pool or node join; empty where the records were lost, or the cluster was there.
     join_token: String,
 }
 
@@ -214,6 +226,41 @@ fn in_flags(error: quoin_control::Error) -> anyhow::Error {
     }
 }
 
+/// Makes a cluster, or another controller of one.
+async fn made(
+    state: &Path,
+    records_lost: bool,
+    records: Records,
+    lifetime: LifetimeOptions,
+) -> Result<MadeView> {
+    let lifetimes = lifetime.into();
+    let view = |cluster_id| MadeView {
+        cluster_id,
+        state: state.display().to_string(),
+        records_lost: false,
+        is_another: false,
+        join_token: String::new(),
+    };
+    let made = match (records, records_lost) {
+        (Records::Embedded, true) => quoin_control::init_again(state, lifetimes).await?,
+        (Records::Embedded, false) => quoin_control::init(state, lifetimes).await?,
+        (Records::Etcd(_), true) => anyhow::bail!("--records-lost is for the embedded store"),
+        (Records::Etcd(etcd), false) => {
+            match quoin_control::join_controllers(state, &etcd, lifetimes).await? {
+                JoinedControllers::Made(made) => made,
+                JoinedControllers::Another(cluster) => {
+                    return Ok(MadeView { is_another: true, ..view(cluster.to_string()) });
+                }
+            }
+        }
+    };
+    let join_token = match made.records_lost {
+        true => String::new(),
+        false => made.join_token.to_string(),
+    };
+    Ok(MadeView { records_lost: made.records_lost, join_token, ..view(made.cluster_id) })
+}
+
 pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -> Result<()> {
     let one_thread = || tokio::runtime::Builder::new_current_thread().enable_all().build();
     match command {
@@ -226,27 +273,17 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
         ControllerCommand::Recover(options) => {
             one_thread()?.block_on(salvage::recover(options, client, format))
         }
-        ControllerCommand::Init { state, records_lost, lifetime } => {
-            let lifetimes = lifetime.into();
-            let made = one_thread()?.block_on(async {
-                match records_lost {
-                    true => quoin_control::init_again(&state, lifetimes).await,
-                    false => quoin_control::init(&state, lifetimes).await,
-                }
-            });
-            let made = made.with_context(|| format!("make a cluster in {}", state.display()))?;
-            let view = MadeView {
-                cluster_id: made.cluster_id.to_string(),
-                state: state.display().to_string(),
-                records_lost: made.records_lost,
-                join_token: match made.records_lost {
-                    true => String::new(),
-                    false => made.join_token.to_string(),
-                },
-            };
+        ControllerCommand::Init { state, records_lost, records, lifetime } => {
+            let view =
+                one_thread()?.block_on(made(&state, records_lost, records.records(), lifetime));
+            let view = view.with_context(|| format!("make a cluster in {}", state.display()))?;
             output::print_one(format, &view, || {
                 let MadeView { cluster_id, state, join_token, .. } = &view;
                 match view.records_lost {
+                    _ if view.is_another => format!(
+                        "cluster {cluster_id} is there already, and {state} is of another controller of it\n\
+                         next: start the controller; it takes its turn when the one that rules ends"
+                    ),
                     true => format!(
                         "cluster {cluster_id} has its authority in {state} and no records: they were \
                          lost\nnext: start the controller, then quoin controller recover --dry-run\n\
@@ -263,6 +300,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
         ControllerCommand::Run(options) => {
             let mut control = quoin_control::Options::new(&options.state);
             control.admin_socket = options.admin_socket;
+            control.records = options.records.records();
             control.listen = options.listen.0;
             control.data_security = options.data_security;
             control.default_replicas = options.default_replicas;

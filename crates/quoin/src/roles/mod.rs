@@ -5,6 +5,7 @@
 
 mod attach;
 mod controller;
+mod controller_records;
 mod data_path;
 mod healing;
 mod join;
@@ -109,8 +110,8 @@ fn start_logs(json: bool) {
 /// How a newcomer becomes a member, and finds the controller later.
 #[derive(Args, Clone, Debug)]
 pub struct MemberOptions {
-    /// `host:port` of the controller.
-    #[arg(long, value_name = "HOST:PORT")]
+    /// `host:port` of the controller; where there are several, all of them, separated by commas.
+    #[arg(long, value_name = "HOST:PORT,…")]
     pub controller: String,
     /// A join token (`quoin token create`); needed only the first time. Better in the
     /// environment than on the command line, which everybody can read.

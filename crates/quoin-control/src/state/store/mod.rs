@@ -3,9 +3,10 @@
 //! A record is bytes under a key such as `volume/<id>`; each change gives it a new *revision*,
 //! a number that grows over the whole store. Everything the control plane must never get wrong
 //! is decided by a compare-and-swap of one record, so a store needs no transactions: an
-//! embedded database, etcd, or custom resources can all be one.
+//! embedded database ([`Embedded`]), etcd ([`Etcd`]), or custom resources can all be one.
 
 mod embedded;
+mod etcd;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use async_trait::async_trait;
 use tokio::sync::broadcast;
 
 pub use embedded::Embedded;
+pub use etcd::{Etcd, EtcdOptions, LeaseTimes, Rule};
 
 /// One record as the store has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -71,6 +73,18 @@ pub trait Store: Send + Sync + 'static {
     /// How often the records were opened again after a call failed.
     fn opened_again(&self) -> u64 {
         0
+    }
+
+    /// # Errors
+    /// Another controller may rule by these records: nothing is granted and nothing ordered by this one.
+    fn check_rule(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    /// Keeps the cluster's authority, as its file has it, for the controllers on other hosts. A store of one
+    /// host has none: there the file is all.
+    async fn keep_authority(&self, _authority: Vec<u8>) -> Result<(), StoreError> {
+        Ok(())
     }
 }
 
@@ -150,6 +164,14 @@ impl Store for Watched {
     fn opened_again(&self) -> u64 {
         self.inner.opened_again()
     }
+
+    fn check_rule(&self) -> Result<(), StoreError> {
+        self.inner.check_rule()
+    }
+
+    async fn keep_authority(&self, authority: Vec<u8>) -> Result<(), StoreError> {
+        self.inner.keep_authority(authority).await
+    }
 }
 
 /// Why the records cannot be used.
@@ -176,6 +198,23 @@ pub enum StoreError {
 
     #[error("the store failed: {0}")]
     Failed(String),
+
+    /// An option about the store breaks its rule.
+    #[error("{name}: {rule}")]
+    Setting { name: &'static str, rule: String },
+
+    /// Nobody answered; whether a change was made is unknown.
+    #[error("the records cannot be reached: {why}")]
+    Away { why: String },
+
+    #[error("another controller rules by these records: ask that one")]
+    NotLeading,
+
+    #[error(
+        "this controller could not renew its lease for {seconds} s, so another one may rule: it answers \
+         questions and changes nothing until the records are reached again"
+    )]
+    NotRenewed { seconds: u64 },
 
     #[error("record {key} cannot be read: {reason}")]
     Record { key: String, reason: String },

@@ -1,0 +1,323 @@
+//! The store of several controllers: records in an etcd cluster, and a lease that lets one controller rule.
+//!
+//! A record is the key `PREFIX/records/KEY`; its revision is etcd's own. The controller that rules holds the key
+//! `PREFIX/leader` by a lease, and each change compares the revision at which that key was made: a controller
+//! that lost the lease changes nothing any more, whatever its clock says. The cluster's authority, with its
+//! private key, is `PREFIX/authority`: whoever reads etcd can become a member.
+
+mod client;
+mod lease;
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use async_trait::async_trait;
+use quoin_api::etcd::compare::{CompareResult, CompareTarget, TargetUnion};
+use quoin_api::etcd::request_op::Request;
+use quoin_api::etcd::response_op::Response;
+use quoin_api::etcd::{
+    Compare, DeleteRangeRequest, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest,
+    TxnResponse,
+};
+use tokio::sync::broadcast;
+
+use super::{Change, Entry, Put, Store, StoreError, Swap};
+use client::Client;
+pub use lease::{LeaseTimes, Rule};
+
+/// Changes that a slow follower may lag behind before it must list anew.
+const WATCH_CHANGES: usize = 1024;
+/// Records of one answer.
+const PAGE_RECORDS: i64 = 256;
+/// Changes of one transaction: etcd takes 128 by default.
+const TRANSACTION_PUTS: usize = 100;
+/// Longest prefix of keys.
+const PREFIX_BYTES_MAX: usize = 128;
+
+/// Where the records lie in etcd, and how it is reached.
+#[derive(Clone, Debug)]
+pub struct EtcdOptions {
+    /// `http://HOST:PORT` or `https://HOST:PORT` of each member.
+    pub endpoints: Vec<String>,
+    /// Begins each key: one etcd may serve several clusters.
+    pub prefix: String,
+    /// PEM file of the authority of etcd's certificates.
+    pub ca: Option<PathBuf>,
+    /// PEM files of this client's certificate and key.
+    pub certificate: Option<PathBuf>,
+    pub key: Option<PathBuf>,
+    pub times: LeaseTimes,
+    /// Name of this controller, which tells others who rules.
+    pub controller: String,
+}
+
+/// Records in etcd.
+pub struct Etcd {
+    client: Client,
+    prefix: String,
+    /// Rule of this controller; `None`: no controller rules by this store, and all changes are free.
+    rule: Mutex<Option<Rule>>,
+    changes: broadcast::Sender<Change>,
+}
+
+impl Etcd {
+    /// Connects to nothing yet.
+    ///
+    /// # Errors
+    /// An option breaks its rule.
+    pub fn new(options: &EtcdOptions) -> Result<Self, StoreError> {
+        let prefix = options.prefix.trim_end_matches('/');
+        let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"/-_.".contains(&b);
+        let is_valid = prefix.starts_with('/') && prefix.len() <= PREFIX_BYTES_MAX;
+        if !is_valid || !prefix.bytes().all(is_plain) {
+            return Err(StoreError::Setting {
+                name: "--etcd-prefix",
+                rule: format!("a slash and up to {PREFIX_BYTES_MAX} letters, digits, / - _ ."),
+            });
+        }
+        options.times.check()?;
+        Ok(Self {
+            client: Client::new(options)?,
+            prefix: prefix.to_owned(),
+            rule: Mutex::default(),
+            changes: broadcast::channel(WATCH_CHANGES).0,
+        })
+    }
+
+    fn key_of(&self, key: &str) -> Vec<u8> {
+        format!("{}/records/{key}", self.prefix).into_bytes()
+    }
+
+    fn leader_key(&self) -> Vec<u8> {
+        format!("{}/leader", self.prefix).into_bytes()
+    }
+
+    fn authority_key(&self) -> Vec<u8> {
+        format!("{}/authority", self.prefix).into_bytes()
+    }
+
+    fn rule(&self) -> Option<Rule> {
+        self.rule.lock().expect("no holder of this lock panics").clone()
+    }
+
+    fn entry(&self, found: &KeyValue) -> Result<Entry, StoreError> {
+        let records = format!("{}/records/", self.prefix);
+        let key = String::from_utf8_lossy(&found.key);
+        let key = key.strip_prefix(&records).map(str::to_owned);
+        let unexpected = || StoreError::Failed("etcd answered with a foreign key".to_owned());
+        Ok(Entry {
+            key: key.ok_or_else(unexpected)?,
+            revision: found.mod_revision.max(0) as u64,
+            value: found.value.clone(),
+        })
+    }
+
+    /// What a change compares beside its record: that this controller rules.
+    fn fence(&self) -> Option<Compare> {
+        self.rule().map(|rule| Compare {
+            result: CompareResult::Equal.into(),
+            target: CompareTarget::Create.into(),
+            key: self.leader_key(),
+            target_union: Some(TargetUnion::CreateRevision(rule.revision())),
+        })
+    }
+
+    /// # Errors
+    /// Another controller rules: this one's rule ends.
+    fn check_fence(&self, leader: Option<&KeyValue>) -> Result<(), StoreError> {
+        let Some(rule) = self.rule() else { return Ok(()) };
+        if leader.is_some_and(|leader| leader.create_revision == rule.revision()) {
+            return Ok(());
+        }
+        Err(rule.end())
+    }
+
+    async fn get_raw(&self, key: Vec<u8>) -> Result<Option<KeyValue>, StoreError> {
+        let request = RangeRequest { key, ..RangeRequest::default() };
+        Ok(self.client.range(request).await?.kvs.pop())
+    }
+
+    /// The cluster's authority, as its file has it; `None`: no cluster was made here.
+    ///
+    /// # Errors
+    /// Etcd does not answer.
+    pub async fn authority(&self) -> Result<Option<Vec<u8>>, StoreError> {
+        Ok(self.get_raw(self.authority_key()).await?.map(|found| found.value))
+    }
+
+    /// Makes a cluster here, unless there is one. Returns true if it did.
+    ///
+    /// # Errors
+    /// Etcd does not answer: whether it is made is unknown, and a repeat tells.
+    pub async fn create_authority(&self, authority: &[u8]) -> Result<bool, StoreError> {
+        let key = self.authority_key();
+        let request = TxnRequest {
+            compare: vec![is_at(key.clone(), 0)],
+            success: vec![put(key, authority.to_vec(), 0)],
+            failure: Vec::new(),
+        };
+        Ok(self.client.transact(request).await?.succeeded)
+    }
+}
+
+/// Compares the revision of a key; 0: there is none.
+fn is_at(key: Vec<u8>, revision: i64) -> Compare {
+    Compare {
+        result: CompareResult::Equal.into(),
+        target: CompareTarget::Mod.into(),
+        key,
+        target_union: Some(TargetUnion::ModRevision(revision)),
+    }
+}
+
+fn put(key: Vec<u8>, value: Vec<u8>, lease: i64) -> RequestOp {
+    RequestOp { request: Some(Request::RequestPut(PutRequest { key, value, lease })) }
+}
+
+fn delete(key: Vec<u8>) -> RequestOp {
+    let request = DeleteRangeRequest { key, range_end: Vec::new() };
+    RequestOp { request: Some(Request::RequestDeleteRange(request)) }
+}
+
+fn read(key: Vec<u8>) -> RequestOp {
+    let request = RangeRequest { key, ..RangeRequest::default() };
+    RequestOp { request: Some(Request::RequestRange(request)) }
+}
+
+fn revision(answer: &TxnResponse) -> u64 {
+    answer.header.as_ref().map_or(0, |header| header.revision.max(0) as u64)
+}
+
+/// The record that the read at this place of a transaction found.
+fn found(answer: &mut TxnResponse, place: usize) -> Option<KeyValue> {
+    let response = answer.responses.get_mut(place)?.response.as_mut()?;
+    match response {
+        Response::ResponseRange(range) => range.kvs.pop(),
+        _ => None,
+    }
+}
+
+#[async_trait]
+impl Store for Etcd {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+        let found = self.get_raw(self.key_of(key)).await?;
+        found.map(|found| self.entry(&found)).transpose()
+    }
+
+    async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
+        let mut from = self.key_of(prefix);
+        // The first key behind all that begin with it: keys are text, so no byte of it is 255.
+        let mut end = from.clone();
+        *end.last_mut().expect("it begins with a slash") += 1;
+        let (mut entries, mut at) = (Vec::new(), 0);
+        loop {
+            let request = RangeRequest {
+                key: from.clone(),
+                range_end: end.clone(),
+                limit: PAGE_RECORDS,
+                // All pages are of one moment.
+                revision: at,
+            };
+            let page = self.client.range(request).await?;
+            at =
+                page.header.as_ref().map_or(0, |header| if at == 0 { header.revision } else { at });
+            for found in &page.kvs {
+                entries.push(self.entry(found)?);
+            }
+            match page.kvs.last() {
+                Some(last) if page.more => {
+                    from = [&last.key[..], &[0]].concat();
+                }
+                _ => return Ok(entries),
+            }
+        }
+    }
+
+    async fn compare_and_swap(
+        &self,
+        key: &str,
+        expected: u64,
+        value: Option<Vec<u8>>,
+    ) -> Result<Swap, StoreError> {
+        self.check_rule()?;
+        let full = self.key_of(key);
+        let change = match value {
+            Some(value) => put(full.clone(), value, 0),
+            None => delete(full.clone()),
+        };
+        let compare = is_at(full.clone(), i64::try_from(expected).unwrap_or(i64::MAX));
+        let request = TxnRequest {
+            compare: [Some(compare), self.fence()].into_iter().flatten().collect(),
+            success: vec![change],
+            failure: vec![read(full), read(self.leader_key())],
+        };
+        let mut answer = self.client.transact(request).await?;
+        if answer.succeeded {
+            let revision = revision(&answer);
+            let _ = self.changes.send(Change { key: key.to_owned(), revision });
+            return Ok(Swap::Done(revision));
+        }
+        self.check_fence(found(&mut answer, 1).as_ref())?;
+        let found = found(&mut answer, 0);
+        Ok(Swap::Conflict(found.map(|found| self.entry(&found)).transpose()?))
+    }
+
+    /// Up to 100 records are one commit. More are several commits, in the order of the records.
+    async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError> {
+        self.check_rule()?;
+        // A transaction takes each key once, and the last word counts.
+        let mut last = std::collections::BTreeMap::new();
+        for (place, (key, _)) in records.iter().enumerate() {
+            last.insert(key.clone(), place);
+        }
+        let kept = records.into_iter().enumerate().filter(|(place, (key, _))| last[key] == *place);
+        let kept: Vec<Put> = kept.map(|(_, record)| record).collect();
+        for chunk in kept.chunks(TRANSACTION_PUTS) {
+            let change = |(key, value): &Put| match value {
+                Some(value) => put(self.key_of(key), value.clone(), 0),
+                None => delete(self.key_of(key)),
+            };
+            let request = TxnRequest {
+                compare: self.fence().into_iter().collect(),
+                success: chunk.iter().map(change).collect(),
+                failure: vec![read(self.leader_key())],
+            };
+            let mut answer = self.client.transact(request).await?;
+            if !answer.succeeded {
+                self.check_fence(found(&mut answer, 0).as_ref())?;
+                let why = "etcd refused a change without a reason".to_owned();
+                return Err(StoreError::Failed(why));
+            }
+            let revision = revision(&answer);
+            for (key, _) in chunk {
+                let _ = self.changes.send(Change { key: key.clone(), revision });
+            }
+        }
+        Ok(())
+    }
+
+    fn watch(&self) -> broadcast::Receiver<Change> {
+        self.changes.subscribe()
+    }
+
+    fn check_rule(&self) -> Result<(), StoreError> {
+        self.rule().map_or(Ok(()), |rule| rule.check())
+    }
+
+    async fn keep_authority(&self, authority: Vec<u8>) -> Result<(), StoreError> {
+        self.check_rule()?;
+        let request = TxnRequest {
+            compare: self.fence().into_iter().collect(),
+            success: vec![put(self.authority_key(), authority, 0)],
+            failure: vec![read(self.leader_key())],
+        };
+        let mut answer = self.client.transact(request).await?;
+        match answer.succeeded {
+            true => Ok(()),
+            false => {
+                self.check_fence(found(&mut answer, 0).as_ref())?;
+                Err(StoreError::Failed("etcd refused the authority without a reason".to_owned()))
+            }
+        }
+    }
+}

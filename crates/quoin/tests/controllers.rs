@@ -1,0 +1,283 @@
+//! Two controllers with their records in etcd: one of them rules, and the other one takes its place.
+
+use crate::common;
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use common::{Cluster, Place, Process, User, eventually, free_port, signal};
+
+use crate::terms::{Writer, verify};
+
+const LEASE: [&str; 2] = ["--lease", "4s/3s/500ms"];
+
+/// Three members of an etcd cluster on this host.
+struct Etcd {
+    members: Vec<Option<Child>>,
+    arguments: Vec<Vec<String>>,
+    endpoints: String,
+    directory: std::path::PathBuf,
+}
+
+impl Etcd {
+    fn start(directory: &Path) -> Self {
+        std::fs::create_dir_all(directory).unwrap();
+        let ports: Vec<[u16; 2]> = (0..3).map(|_| [free_port(), free_port()]).collect();
+        let url = |port: u16| format!("http://127.0.0.1:{port}");
+        let peers: Vec<_> =
+            ports.iter().zip(0..).map(|(p, n)| format!("e{n}={}", url(p[1]))).collect();
+        let arguments = ports.iter().zip(0..).map(|([client, peer], n)| {
+            let pairs = [
+                ("name", format!("e{n}")),
+                ("data-dir", directory.join(format!("e{n}")).to_str().unwrap().to_owned()),
+                ("listen-client-urls", url(*client)),
+                ("advertise-client-urls", url(*client)),
+                ("listen-peer-urls", url(*peer)),
+                ("initial-advertise-peer-urls", url(*peer)),
+                ("initial-cluster", peers.join(",")),
+                ("initial-cluster-state", "new".to_owned()),
+            ];
+            pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
+        });
+        let arguments: Vec<Vec<String>> = arguments.collect();
+        let endpoints: Vec<_> = ports.iter().map(|port| url(port[0])).collect();
+        let mut etcd = Self {
+            members: vec![None, None, None],
+            arguments,
+            endpoints: endpoints.join(","),
+            directory: directory.to_owned(),
+        };
+        (0..3).for_each(|member| etcd.run(member));
+        for port in &ports {
+            eventually("each member of etcd knows a majority", || {
+                is_healthy(port[0]).then_some(())
+            });
+        }
+        etcd
+    }
+
+    fn run(&mut self, member: usize) {
+        let log = self.directory.join(format!("e{member}.log"));
+        let log = std::fs::File::options().create(true).append(true).open(log).unwrap();
+        let started = Command::new("etcd")
+            .args(&self.arguments[member])
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("etcd, of the package etcd-server");
+        self.members[member] = Some(started);
+    }
+
+    fn kill(&mut self, member: usize) {
+        let mut child = self.members[member].take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    fn signal(&self, member: usize, name: &str) {
+        signal(self.members[member].as_ref().unwrap().id(), name);
+    }
+
+    fn flags(&self) -> Vec<&str> {
+        vec!["--store", "etcd", "--etcd-endpoints", &self.endpoints]
+    }
+}
+
+fn is_healthy(port: u16) -> bool {
+    let ask = || {
+        let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+        stream.write_all(b"GET /health HTTP/1.0\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok::<_, std::io::Error>(answer)
+    };
+    ask().is_ok_and(|answer| answer.contains("\"health\":\"true\""))
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        for child in self.members.iter_mut().flatten() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Two controllers, whose one rules.
+struct Two {
+    cluster: Cluster,
+    addresses: [String; 2],
+    users: [User; 2],
+    flags: Vec<String>,
+}
+
+impl Two {
+    fn start(name: &str, etcd: &Etcd) -> Self {
+        let flags = [&etcd.flags()[..], &LEASE].concat();
+        let mut cluster = Cluster::made_with(name, &Place::here(), &etcd.flags(), &flags);
+        let first = cluster.controller.clone();
+        let second = format!("127.0.0.1:{}", free_port());
+        let state = cluster.path("second");
+        let made =
+            cluster.ok(&[&["controller", "init", "--state", &state], &etcd.flags()[..]].concat());
+        assert!(made.contains("another controller"), "{made}");
+        cluster.controller = format!("{first},{second}");
+        let logs = cluster.scratch.0.clone();
+        let sockets = ["run/admin.sock", "run2/admin.sock"];
+        std::fs::create_dir_all(cluster.path("run2")).unwrap();
+        let users = sockets.map(|socket| User {
+            admin_socket: cluster.scratch.0.join(socket),
+            logs: logs.clone(),
+        });
+        let flags = flags.iter().map(ToString::to_string).collect();
+        let mut two = Self { cluster, addresses: [first, second], users, flags };
+        two.run(1);
+        two
+    }
+
+    fn name(place: usize) -> &'static str {
+        ["controller", "second"][place]
+    }
+
+    fn run(&mut self, place: usize) {
+        let (name, socket) = (Self::name(place), &self.users[place].admin_socket);
+        let socket = socket.to_str().unwrap().to_owned();
+        let mut arguments: Vec<String> = ["controller", "run", "--state"].map(String::from).into();
+        arguments.push(self.cluster.path(name));
+        arguments.extend(["--admin-socket".into(), socket, "--listen".into()]);
+        arguments.push(self.addresses[place].clone());
+        arguments.extend(self.flags.clone());
+        self.cluster.run(&Place::here(), name, arguments);
+    }
+
+    fn take(&mut self, place: usize) -> Process {
+        let processes = &mut self.cluster.processes;
+        let at = processes.iter().position(|process| process.name == Self::name(place)).unwrap();
+        processes.remove(at)
+    }
+
+    /// Ends a controller, and returns how long it took until the other one answered.
+    fn end(&mut self, place: usize, name: &str) -> Duration {
+        let mut process = self.take(place);
+        signal(process.pid(), name);
+        let began = Instant::now();
+        let other = &self.users[1 - place];
+        eventually("the other controller rules", || other.rules().then_some(()));
+        let took = began.elapsed();
+        eventually("it has ended", || process.ended());
+        took
+    }
+}
+
+impl User {
+    fn rules(&self) -> bool {
+        self.quoin(&["cluster", "info"]).status.success()
+    }
+
+    fn term(&self) -> u64 {
+        self.json(&["cluster", "info"])["term"].as_u64().unwrap()
+    }
+}
+
+/// Proves that a controller that ends, and one that is killed, is followed by the other one, in a term of its own,
+/// that members turn to it, and that no write of a client fails or waits for it.
+#[test]
+fn a_controller_that_is_lost_is_followed_by_the_other_one_and_no_write_waits_for_it() {
+    let scratch = common::Scratch::new("controllers-etcd");
+    let etcd = Etcd::start(&scratch.0);
+    let mut two = Two::start("controllers", &etcd);
+    let here = Place::here();
+    for pool in ["pool-a", "pool-b", "pool-c"] {
+        two.cluster.pool(&here, pool, &[]);
+    }
+    two.cluster.wait_for_pools(3);
+    two.cluster.node(&here, "h1", &[], &[]);
+    let create = ["volume", "create", "db", "--size", "16MiB", "--spread", "pool"];
+    two.users[0].ok(&create);
+    let run = two.cluster.path("run");
+    let attach = ["volume", "attach", "db", "--nbd", "--node", "h1", "--run", &run];
+    let uri = two.users[0].ok(&attach);
+    let socket = uri.split("socket=").nth(1).unwrap().to_owned();
+    let writer = Writer::start(&socket, 1, Arc::new(Mutex::new(BTreeMap::new())));
+    writer.assert_progress("the volume is written");
+    let first_term = two.users[0].term();
+    assert!(!two.users[1].rules(), "one rules");
+
+    let took = two.end(0, "TERM");
+    println!("after SIGTERM the other controller ruled in {took:?}");
+    assert!(took < Duration::from_secs(4), "it does not wait for the lease: {took:?}");
+    assert_eq!(two.users[1].term(), first_term + 1);
+    writer.assert_progress("writes go on without the first controller");
+    eventually("members turn to it, and it places a volume", || {
+        let create = ["volume", "create", "second", "--size", "16MiB", "--spread", "pool"];
+        two.users[1].quoin(&create).status.success().then_some(())
+    });
+    eventually("the node reports to it", || {
+        let nodes = two.users[1].json(&["node", "list"]);
+        nodes.as_array()?.iter().all(|node| node["state"] == "Online").then_some(())
+    });
+
+    two.run(0);
+    let took = two.end(1, "KILL");
+    println!("after kill -9 the other controller ruled in {took:?}");
+    assert_eq!(two.users[0].term(), first_term + 2);
+    let listed = two.users[0].json(&["volume", "list"]);
+    assert_eq!(listed.as_array().unwrap().len(), 2, "what was acknowledged is there: {listed}");
+    writer.assert_progress("writes go on without the second controller");
+    two.users[0].ok(&["volume", "delete", "second", "--yes"]);
+    let written = writer.end();
+    verify(&socket, &written);
+}
+
+/// Proves that a member of etcd that is lost is replaced by the next one, and that without a majority a controller
+/// answers questions and changes nothing, while clients write on.
+#[test]
+fn without_a_majority_of_etcd_questions_are_answered_and_nothing_changes() {
+    let scratch = common::Scratch::new("controllers-cut-etcd");
+    let mut etcd = Etcd::start(&scratch.0);
+    let mut two = Two::start("controllers-cut", &etcd);
+    let here = Place::here();
+    for pool in ["pool-a", "pool-b", "pool-c"] {
+        two.cluster.pool(&here, pool, &[]);
+    }
+    two.cluster.wait_for_pools(3);
+    let (user, other) = (&two.users[0], &two.users[1]);
+    let create_by = |user: &User, name: &str| {
+        user.quoin(&[
+            "volume",
+            "create",
+            name,
+            "--size",
+            "16MiB",
+            "--spread",
+            "pool",
+            "--timeout",
+            "5",
+        ])
+    };
+    let create = |name: &str| create_by(user, name);
+    assert!(create("one").status.success());
+    // The member that is asked first goes.
+    etcd.kill(0);
+    eventually("the next member is asked", || create("two").status.success().then_some(()));
+    etcd.signal(1, "STOP");
+    eventually("changes are refused", || {
+        let refused = create("three");
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        (!refused.status.success() && (said.contains("lease") || said.contains("etcd")))
+            .then_some(())
+    });
+    let listed = user.json(&["pool", "list"]);
+    assert_eq!(listed.as_array().unwrap().len(), 3, "questions are answered");
+    etcd.signal(1, "CONT");
+    etcd.run(0);
+    // The lease was over, so members were sent on: the other controller rules, and the first one has ended.
+    eventually("a controller rules, and makes a volume", || {
+        [user, other].iter().any(|user| create_by(user, "four").status.success()).then_some(())
+    });
+}
