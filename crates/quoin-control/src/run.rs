@@ -72,10 +72,8 @@ pub struct Options {
     pub listen: Option<SocketAddr>,
     /// "authenticate" or "encrypt": what data connections do.
     pub data_security: String,
-    /// Replicas of a volume that does not say.
-    pub default_replicas: u8,
-    /// Spread of a volume that does not say.
-    pub default_spread: Spread,
+    /// Replicas and spread of a volume that does not say.
+    pub defaults: Defaults,
     /// A pool or node that has not reported for so long is offline. Agents report at least
     /// every [`REPORT_EVERY_MS`].
     pub offline_after_ms: u64,
@@ -119,8 +117,7 @@ impl Options {
             records: Records::Embedded,
             listen: None,
             data_security: "encrypt".to_owned(),
-            default_replicas: 3,
-            default_spread: Spread::Host,
+            defaults: Defaults { replicas: 3, spread: Spread::Host },
             offline_after_ms: 3 * REPORT_EVERY_MS + 1000,
             node_timeout_ms: NODE_TIMEOUT_MS,
             replace_after: ReplaceAfter::DEFAULT,
@@ -153,7 +150,7 @@ impl Options {
             let rule = format!("1 to {REPLICAS_HARD_MAX}");
             return Err(Error::invalid("most replicas", rule));
         }
-        if !(1..=self.replicas_max).contains(&self.default_replicas.into()) {
+        if !(1..=self.replicas_max).contains(&self.defaults.replicas.into()) {
             let rule = format!("1 to {}", self.replicas_max);
             return Err(Error::invalid("default replicas", rule));
         }
@@ -162,7 +159,7 @@ impl Options {
 
     fn settings(&self) -> Settings {
         Settings {
-            defaults: Defaults { replicas: self.default_replicas, spread: self.default_spread },
+            defaults: self.defaults,
             data_security: self.data_security.clone(),
             offline_after: Duration::from_millis(self.offline_after_ms),
             node_timeout: Duration::from_millis(self.node_timeout_ms),

@@ -303,8 +303,8 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             control.records = options.records.records();
             control.listen = options.listen.0;
             control.data_security = options.data_security;
-            control.default_replicas = options.default_replicas;
-            control.default_spread = match options.default_spread {
+            control.defaults.replicas = options.default_replicas;
+            control.defaults.spread = match options.default_spread {
                 SpreadDefault::Host => Spread::Host,
                 SpreadDefault::Pool => Spread::Pool,
                 SpreadDefault::Rack => Spread::Rack,

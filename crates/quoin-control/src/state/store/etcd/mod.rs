@@ -112,7 +112,7 @@ impl Etcd {
         })
     }
 
-    /// What a change compares beside its record: that this controller rules.
+    /// The comparison of each change beside that of its record: this controller rules.
     fn fence(&self) -> Option<Compare> {
         self.rule().map(|rule| Compare {
             result: CompareResult::Equal.into(),
