@@ -311,9 +311,14 @@ pub async fn join_controllers(
 
 /// Says in the directory where the records are: its last file.
 fn mark_one_of_several(dir: &Path, options: &EtcdOptions) -> Result<(), Error> {
+    use std::io::Write;
     let path = dir.join(ETCD_FILE);
-    let text = format!("{}\n", options.prefix);
-    std::fs::write(&path, text).map_err(|source| Error::File { path, source })
+    let made = std::fs::File::options().write(true).create_new(true).open(&path);
+    let written = made.and_then(|mut file| {
+        writeln!(file, "{}", options.prefix)?;
+        file.sync_all()
+    });
+    written.map_err(|source| Error::File { path, source })
 }
 
 /// The first records of a cluster in etcd.

@@ -154,6 +154,8 @@ mod tests {
             }
         }
         let mut found = Vec::new();
+        // Modules of tests have directories of their own.
+        files.retain(|file| file.components().all(|part| part.as_os_str() != "tests"));
         for file in files {
             let text = std::fs::read_to_string(&file).unwrap();
             let text = text.split("#[cfg(test)]").next().unwrap();

@@ -50,13 +50,21 @@ impl Brain {
     fn ended(&self) -> Option<Record> {
         let word = self.heard.as_ref().filter(|word| word.role == Role::Off)?;
         let record = &self.record;
-        let wrote_apart = matches!(record.role, Role::Diverged | Role::Resyncing)
-            && record.chain.all().iter().any(|begun| word.chain.has(begun.generation))
-            && !mutant::is("side-that-diverged-not-ended");
-        let is_copy = record.chain.relation(&word.chain) == Relation::Same && !record.is_own();
-        let points = &record.points;
+        let (relation, points) = (record.chain.relation(&word.chain), &record.points);
+        let is_copy = relation == Relation::Same && !record.is_own();
+        let is_apart = match record.role {
+            Role::Diverged | Role::Resyncing => {
+                record.chain.all().iter().any(|begun| word.chain.has(begun.generation))
+            }
+            // The other side ended an older generation than this side's: nobody else has what is here.
+            Role::Secondary => {
+                relation == Relation::Ahead && (!record.is_own() || points.last.is_some())
+            }
+            _ => false,
+        };
+        let is_apart = is_apart && !mutant::is("side-that-diverged-not-ended");
         let shown = match record.role {
-            _ if !wrote_apart => points.complete.filter(|_| is_copy),
+            _ if !is_apart => points.complete.filter(|_| is_copy),
             // Its own is discarded by force: once that is kept, it goes on to the last common point.
             Role::Resyncing if self.all(|member| member.lost == record.lost) => points.common,
             Role::Resyncing => return None,
@@ -64,7 +72,7 @@ impl Brain {
             _ if record.is_own() => points.last,
             _ => points.complete,
         };
-        if !is_copy && !wrote_apart {
+        if !is_copy && !is_apart {
             return None;
         }
         self.changed(|record| {

@@ -542,9 +542,13 @@ fn a_side_that_diverged_is_an_orphan_once_the_other_side_ended_the_mirror() {
     assert_eq!(ended(Role::Diverged, None, &forked), Some((Role::Orphan, last)));
     assert_eq!(ended(Role::Resyncing, None, &forked), None, "what it wrote is not kept yet");
     assert_eq!(ended(Role::Resyncing, lost, &forked), Some((Role::Orphan, common)));
+    let before = copy().chain;
+    assert_eq!(ended(Role::Secondary, None, &before), Some((Role::Orphan, last)), "it ruled last");
     let generation = Generation { number: 1, cluster: CLUSTERS[1], id: 99 };
     let another = Chain::new(Begun { generation, at: None });
     assert_eq!(ended(Role::Diverged, None, &another), None, "that was another mirror");
+    let fork = ended(Role::Secondary, None, &another);
+    assert_eq!(fork.map(|(role, _)| role), Some(Role::Diverged), "that was another mirror");
 }
 
 #[test]
