@@ -268,9 +268,13 @@ impl Services {
                 continue;
             }
             let Some(unit) = self.unit(&next) else { continue };
-            let met =
-                |condition: &String| self.shell(&format!("test -e '{condition}'")).status.success();
-            if !unit.values("ConditionPathExists").iter().all(met) {
+            let is_met = |path: &str| self.shell(&format!("test -e '{path}'")).status.success();
+            // Of those with a bar before their path one is enough.
+            let conditions = unit.values("ConditionPathExists");
+            let (either, all): (Vec<&str>, Vec<&str>) =
+                conditions.iter().map(String::as_str).partition(|path| path.starts_with('|'));
+            let is_met_by_one = either.is_empty() || either.iter().any(|path| is_met(&path[1..]));
+            if !is_met_by_one || !all.iter().all(|path| is_met(path)) {
                 continue;
             }
             waiting.extend(unit.words("Wants").into_iter().chain(unit.words("Requires")));
