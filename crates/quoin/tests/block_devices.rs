@@ -454,7 +454,7 @@ fn without_a_quorum_unpublishing_ends_well_and_unstaging_ends_in_time_and_well_o
     if !can_attach() || !have("mkfs.ext4") {
         return;
     }
-    let scratch = Scratch::new("no-quorum");
+    let scratch = Scratch::new("unpublished-without-quorum");
     let dev = Dev::start(&scratch.cluster(), &["--pools", "3", "--replace-after", "off"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
     let mut staged = Staged::published(&dev, "db", &scratch.0.join("staging"));
