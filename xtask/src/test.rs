@@ -109,7 +109,7 @@ const PARTS: [Part; 7] = [
         name: "tests of real processes",
         budget: Duration::from_secs(20 * 60),
         // More threads than cores: these tests wait for processes most of their time.
-        arguments: &["test", "--workspace", "--test", "processes", "--", "--test-threads=6"],
+        arguments: &["test", "--workspace", "--test", "processes", "--", "--test-threads=5"],
         is_single: false,
     },
 ];
