@@ -60,7 +60,7 @@ pub enum Records {
     Etcd(EtcdOptions),
 }
 
-/// Everything that `quoin controller` is told.
+/// Options of `quoin controller run`.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Holds `records.redb`, `authority.json` and `identity/`.

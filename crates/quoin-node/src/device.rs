@@ -90,23 +90,25 @@ pub fn is_held(_: &DeviceThread, device: &Path) -> Result<bool, Error> {
     }
 }
 
+/// Returns true if a mount is of the file system that this path is on.
+fn is_of_file_system(mount: &Mount, path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|found| {
+        let of = found.dev();
+        (libc::major(of), libc::minor(of)) == (mount.major, mount.minor)
+    })
+}
+
 /// Returns true if a mount is of the file system that holds the nodes of devices, as a bind of any node is.
 #[must_use]
 pub fn is_of_nodes(mount: &Mount) -> bool {
-    std::fs::metadata("/dev").is_ok_and(|nodes| {
-        let of = nodes.dev();
-        (libc::major(of), libc::minor(of)) == (mount.major, mount.minor)
-    })
+    is_of_file_system(mount, Path::new("/dev"))
 }
 
 /// Returns whether a mount is a bind of the device's own node.
 #[must_use]
 pub fn is_node_at(mount: &Mount, device: &Path) -> bool {
     // A mount of another file system is not looked at: its server may be away.
-    let is_beside = std::fs::metadata(device).is_ok_and(|node| {
-        let of = node.dev();
-        (libc::major(of), libc::minor(of)) == (mount.major, mount.minor)
-    });
+    let is_beside = is_of_file_system(mount, device);
     is_beside && number(device).is_some_and(|own| number(&mount.mount_point) == Some(own))
 }
 

@@ -56,7 +56,7 @@ impl Brain {
             Role::Diverged | Role::Resyncing => {
                 record.chain.all().iter().any(|begun| word.chain.has(begun.generation))
             }
-            // The other side ended an older generation than this side's: nobody else has what is here.
+            // An older generation than this side's was ended: nobody else has what is here.
             Role::Secondary => {
                 relation == Relation::Ahead && (!record.is_own() || points.last.is_some())
             }
@@ -65,10 +65,10 @@ impl Brain {
         let is_apart = is_apart && !mutant::is("side-that-diverged-not-ended");
         let shown = match record.role {
             _ if !is_apart => points.complete.filter(|_| is_copy),
-            // Its own is discarded by force: once that is kept, it goes on to the last common point.
+            // Writes of its own are discarded by force: once they are kept, the last common point is shown.
             Role::Resyncing if self.all(|member| member.lost == record.lost) => points.common,
             Role::Resyncing => return None,
-            // Nobody discards what it wrote: the view is the final point.
+            // Writes of its own stay: the view is the final point.
             _ if record.is_own() => points.last,
             _ => points.complete,
         };

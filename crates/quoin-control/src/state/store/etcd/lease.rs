@@ -3,8 +3,9 @@
 //! Its holder renews it each `retry`. Where that fails for `renew_within` the controller gives no order and grants
 //! nothing, and goes on serving reads; it rules again once a renewal succeeds. The lease ends `lasts` after the
 //! last renewal that etcd took, and the next controller rules then: from that time on the former one does not
-//! rule again, also where etcd kept its lease for longer. Times are counted from before a renewal is
-//! sent, so the holder stops before etcd lets another one begin, also where its clock is slower by a third.
+//! rule again, also where etcd kept its lease for longer. Times are counted from before a renewal is sent, so
+//! the holder stops before etcd lets another one begin, unless its clock is slower than etcd's by more than
+//! `renew_within` is shorter than `lasts`. A change of records needs no clock: etcd compares who rules.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
