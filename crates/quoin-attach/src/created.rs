@@ -138,16 +138,22 @@ impl Created {
         Self { file, directory: links.to_owned(), content }
     }
 
-    /// Returns the devices that this process, or one before it, has made and not removed; `mounts`
-    /// is the directory of their files.
-    pub(super) fn devices(&self, mounts: &Path) -> io::Result<Vec<LoopDevice>> {
+    /// Returns the devices that this process, or one before it, has made and not removed, but for those
+    /// of volumes in `attached`; `mounts` is the directory of their files.
+    pub(super) fn devices_but(
+        &self,
+        attached: &[String],
+        mounts: &Path,
+    ) -> io::Result<Vec<LoopDevice>> {
         let content = self.lock();
         let known =
             |created: &CreatedDevice| LoopDevice::of(created.path.clone(), Some(created.sequence));
-        let mut devices: Vec<_> = content.devices.iter().map(known).collect();
+        let is_left = |created: &&CreatedDevice| !attached.contains(&created.volume);
+        let mut devices: Vec<_> = content.devices.iter().filter(is_left).map(known).collect();
         // Only the path is known for a device whose process was killed while it made the device.
         if !content.intended.is_empty() {
-            let files: Vec<_> = content.intended.iter().map(|volume| mounts.join(volume)).collect();
+            let intended = content.intended.iter().filter(|volume| !attached.contains(volume));
+            let files: Vec<_> = intended.map(|volume| mounts.join(volume)).collect();
             let found = LoopDevice::list_under(mounts)?;
             let matches =
                 |found: &LoopDevice| found.backing_file().is_some_and(|f| files.contains(&f));
@@ -464,8 +470,9 @@ mod tests {
         let text =
             r#"{"boot":"another","devices":[{"volume":"1","path":"/dev/loop0","sequence":1}]}"#;
         fs::write(&file, text).unwrap();
-        let found =
-            || Created::open(mounts, Path::new("/dev/quoin")).devices(mounts).unwrap().len();
+        let found = || {
+            Created::open(mounts, Path::new("/dev/quoin")).devices_but(&[], mounts).unwrap().len()
+        };
         assert_eq!(found(), 0);
         fs::write(&file, text.replace("another", &boot())).unwrap();
         assert_eq!(found(), 1);

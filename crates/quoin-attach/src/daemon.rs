@@ -51,6 +51,11 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let mounts = options.directory.join("volumes");
     std::fs::create_dir_all(&mounts).map_err(io("create", &mounts))?;
     let mounts = mounts.canonicalize().map_err(io("resolve", &mounts))?;
+    if options.expects_shared_mounts
+        && !mount::is_shared(&mounts).map_err(io("look at", &mounts))?
+    {
+        return Err(Error::NotShared { directory: mounts });
+    }
     let lock_path = options.directory.join("lock");
     let lock = File::create(&lock_path).map_err(io("create", &lock_path))?;
     if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -152,9 +157,9 @@ impl Daemon {
         };
         let attached_paths: Vec<PathBuf> =
             volumes.iter().map(|volume| mounts.join(volume)).collect();
-        for device in created.devices(mounts).map_err(failed)? {
+        for device in created.devices_but(&volumes, mounts).map_err(failed)? {
             let file = device.backing_file().unwrap_or_default();
-            if attached_paths.contains(&file) || !device.is_bound_to(&file) {
+            if !device.is_bound_to(&file) {
                 continue;
             }
             tracing::warn!(device = %device.path().display(), "left by a daemon that died: detaching");
@@ -227,6 +232,12 @@ impl Daemon {
         self.host.abort_handles.is_asked_for(&request.volume);
         let this = self.clone();
         self.with_slot(request.volume.clone(), move |slot| {
+            // Nothing can put a device on a file that is mounted nowhere any more.
+            if slot.as_ref().is_some_and(Device::is_lost)
+                && let Some(lost) = slot.take()
+            {
+                lost.force_detach();
+            }
             // A dead device without users serves no purpose.
             if let Some(why) = slot.as_ref().and_then(Device::dead)
                 && let Some(dead) = slot.take()
@@ -524,7 +535,7 @@ fn kind(error: &Error) -> Kind {
             Kind::Busy
         }
         Error::Size { .. } | Error::Client(_) => Kind::Unavailable,
-        Error::Mount(_) | Error::Loop(_) | Error::Io { .. } => Kind::Host,
+        Error::Mount(_) | Error::Loop(_) | Error::Io { .. } | Error::Unmounted { .. } => Kind::Host,
         _ => Kind::Invalid,
     }
 }

@@ -1,7 +1,7 @@
 //! One attached volume: link, FUSE file, loop device. All functions here may block.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -119,7 +119,8 @@ impl Device {
 
     /// Serves again what an earlier daemon left; its IO continues.
     ///
-    /// The mount and the loop device must be as they were left: half of them is useless.
+    /// The loop device is known by its number. It holds the FUSE file, also where the mount namespace
+    /// in which that was mounted ended with the daemon, as a container's does. A file that is used by its path must be mounted.
     pub(super) fn take_over(host: &Host, held: HeldDevice, kept: Kept) -> Result<Self, Error> {
         let Kept { connection, numbers } = kept;
         let HeldDevice { request, device, sequence, name, since_epoch } = held;
@@ -128,12 +129,8 @@ impl Device {
         let gone = |what: &str| {
             Error::Invalid(format!("the {what} of volume {} no longer exists", request.volume))
         };
-        let mounted = crate::fuse::mount::mounts_under(&path).map_err(|source| Error::Io {
-            doing: "look at",
-            path: path.clone(),
-            source,
-        })?;
-        if mounted.is_empty() {
+        let is_numbered = device.is_some() && sequence.is_some();
+        if !is_numbered && !is_mounted(&path)? {
             return Err(gone("mount"));
         }
         let device = device.map(|path| LoopDevice::of(path, sequence));
@@ -192,6 +189,9 @@ impl Device {
             return Ok(());
         }
         let lost = self.path();
+        if !is_mounted(self.server.path())? {
+            return Err(Error::Unmounted { volume: self.request.volume.clone(), device: lost });
+        }
         self.put_on_loop()?;
         tracing::warn!(
             volume = %self.request.volume, lost = %lost.display(), device = %self.path().display(),
@@ -207,6 +207,11 @@ impl Device {
     /// Returns true if the device that was made here still exists.
     pub(super) fn has_its_device(&self) -> bool {
         self.device.as_ref().is_none_or(|device| device.is_bound_to(self.server.path()))
+    }
+
+    /// Returns true if the device is gone, and its file is mounted nowhere to make another one on it.
+    pub(super) fn is_lost(&self) -> bool {
+        !self.has_its_device() && !is_mounted(self.server.path()).unwrap_or(true)
     }
 
     /// Links the device under the volume's name, unless the name is taken.
@@ -375,12 +380,21 @@ impl Device {
         }
         let io =
             |source| Error::Io { doing: "resize", path: self.server.path().to_owned(), source };
-        self.server.resize(size).map_err(io)?;
+        let is_mounted = is_mounted(self.server.path())?;
+        match is_mounted {
+            true => self.server.resize(size).map_err(io)?,
+            false => self.server.set_size(size),
+        }
         self.request.size = size;
         // Before the device has it: a daemon that takes over never serves less than is in use.
         self.hold();
         if let Some(device) = &self.device {
             device.update_size()?;
+            // The kernel was not made to read the file's size, and asks for it itself since Linux 6.17.
+            if !is_mounted && device.size().is_some_and(|is| is < size) {
+                let (volume, device) = (self.request.volume.clone(), device.path().to_owned());
+                return Err(Error::Unmounted { volume, device });
+            }
         }
         Ok(())
     }
@@ -466,6 +480,16 @@ impl Device {
             None => self.server.path().to_owned(),
         }
     }
+}
+
+/// Returns true if the file system of a volume is mounted at `path`, in this mount namespace.
+fn is_mounted(path: &Path) -> Result<bool, Error> {
+    let mounted = crate::fuse::mount::mounts_under(path).map_err(|source| Error::Io {
+        doing: "look at",
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(!mounted.is_empty())
 }
 
 /// Checks the parts of a request that need no target.

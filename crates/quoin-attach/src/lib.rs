@@ -66,6 +66,8 @@ pub struct Options {
     pub at_shutdown: AtShutdown,
     /// Directory of the links to devices under their volumes' names.
     pub links: PathBuf,
+    /// A start is refused where mounts in `directory` would stay within this mount namespace.
+    pub expects_shared_mounts: bool,
     /// Created by the caller, who renders them.
     pub metrics: Metrics,
 }
@@ -97,6 +99,7 @@ impl Options {
             holder,
             at_shutdown: AtShutdown::default(),
             links: PathBuf::from("/dev/quoin"),
+            expects_shared_mounts: false,
             metrics: Metrics::default(),
         }
     }
@@ -120,6 +123,17 @@ pub enum Error {
              ({why}). Unmount it, or end it with `quoin volume detach --force`"
     )]
     Dead { volume: String, why: String },
+    #[error(
+        "volume {volume} has {device} from a container that ended with the mount of its file: it keeps \
+             its size and its IO, and is made anew once it is detached and attached again"
+    )]
+    Unmounted { volume: String, device: PathBuf },
+    #[error(
+        "{directory} is on no shared mount, so devices that are made here could not be grown or made \
+             again by the next `quoin attach`: give this container the directory with bidirectional \
+             propagation (mount --make-rshared), or leave --expect-shared-mounts out"
+    )]
+    NotShared { directory: PathBuf },
     #[error("volume {volume} is in use as {device}: unmount it and close it first")]
     Busy { volume: String, device: PathBuf },
     #[error("these devices were still in use at shutdown, and their IO fails now: {0:?}")]

@@ -148,9 +148,15 @@ impl LoopDevice {
         self.sequence
     }
 
-    /// Returns true if this binding of the device still exists, on `file`.
+    /// Returns true if this binding of the device still exists, on `file`. The number alone proves it
+    /// where there is one: the kernel shows the path of the mount namespace in which the device was
+    /// bound, and another one once that namespace has ended.
     pub fn is_bound_to(&self, file: &Path) -> bool {
-        self.is_current() && self.backing_file().as_deref() == Some(file)
+        let found = self.backing_file();
+        match self.sequence {
+            Some(_) => found.is_some() && self.is_current(),
+            None => found.as_deref() == Some(file),
+        }
     }
 
     /// Returns true if the kernel has a device of this number, whatever it is bound to.

@@ -7,5 +7,6 @@ mod kill_table;
 
 mod another_use;
 mod attach;
+mod containers;
 mod limits;
 mod loopdev;

@@ -138,6 +138,27 @@ pub fn mounts_under(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(parse_mounts(&table).into_iter().filter(|path| path.starts_with(directory)).collect())
 }
 
+/// Returns true if a mount below `directory` is seen by the mount namespaces beside this one, and so
+/// outlives it.
+pub fn is_shared(directory: &Path) -> io::Result<bool> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(is_shared_in(&table, directory))
+}
+
+/// Same as [`is_shared`], by a table of mounts. The mount of a directory is the last one of those with the longest
+/// path above it.
+#[must_use]
+pub fn is_shared_in(table: &str, directory: &Path) -> bool {
+    let fields = |line: &str| {
+        let (before, _) = line.split_once(" - ")?;
+        let point = PathBuf::from(unescape(before.split(' ').nth(4)?));
+        let is_shared = before.split(' ').skip(6).any(|tag| tag.starts_with("shared:"));
+        directory.starts_with(&point).then(|| (point.components().count(), is_shared))
+    };
+    let above = table.lines().filter_map(fields);
+    above.max_by_key(|(depth, _)| *depth).is_some_and(|(_, is_shared)| is_shared)
+}
+
 fn parse_mounts(table: &str) -> Vec<PathBuf> {
     let point = |line: &str| {
         let (before, after) = line.split_once(" - ")?;
@@ -213,6 +234,18 @@ mod tests {
         let is_permission = |number| permission(&io::Error::from_raw_os_error(number));
         assert!(is_permission(libc::EPERM) && is_permission(libc::EACCES));
         assert!(!is_permission(libc::ENOENT) && !is_permission(libc::EBUSY));
+    }
+
+    #[test]
+    fn a_directory_is_shared_as_the_mount_that_it_is_on() {
+        let table = "22 1 0:21 / / rw shared:1 - ext4 x rw\n\
+            90 22 0:50 / /run rw,nosuid - tmpfs tmpfs rw\n\
+            91 90 0:51 /q /run/quoin rw shared:7 master:1 - tmpfs tmpfs rw\n\
+            92 22 0:52 / /srv rw shared:8 - xfs x rw\n93 22 0:53 / /srv rw master:4 - xfs y rw\n";
+        let is_shared = |path: &str| is_shared_in(table, Path::new(path));
+        assert!(is_shared("/run/quoin/attach/volumes") && is_shared("/var"));
+        assert!(!is_shared("/run/other"), "of a mount that is private");
+        assert!(!is_shared("/srv/quoin"), "of the mount on top, which is a slave");
     }
 
     #[test]

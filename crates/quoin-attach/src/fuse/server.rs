@@ -211,9 +211,14 @@ impl Server {
         self.shared.in_flight.load(Ordering::Relaxed)
     }
 
+    /// Changes the file's size; the kernel reads it when it asks for it.
+    pub fn set_size(&self, size_bytes: u64) {
+        self.shared.command(|commands| commands.resize = Some(size_bytes));
+    }
+
     /// Changes the file's size and makes the kernel read it.
     pub fn resize(&self, size_bytes: u64) -> io::Result<()> {
-        self.shared.command(|commands| commands.resize = Some(size_bytes));
+        self.set_size(size_bytes);
         // The kernel never caches the attributes, so it asks the thread, which handles commands
         // before messages.
         child::check_file_size(&self.path, size_bytes).map_err(|error| match error.raw_os_error() {

@@ -26,6 +26,10 @@ pub struct AttachOptions {
     /// A shutdown detaches devices in use as well: their IO fails, and it says so.
     #[arg(long)]
     detach: bool,
+    /// Refuse to start where the run directory is on no shared mount. In a container its mounts would
+    /// end with it, and the next one could not grow volumes that are in use.
+    #[arg(long)]
+    expect_shared_mounts: bool,
     #[command(flatten)]
     role: RoleOptions,
 }
@@ -70,6 +74,7 @@ pub fn run(options: AttachOptions) -> Result<()> {
             _ => AtShutdown::LeaveInUse,
         };
         attach.metrics = metrics;
+        attach.expects_shared_mounts = options.expect_shared_mounts;
         Ok(quoin_attach::run(attach, shutdown).await?)
     })
 }
