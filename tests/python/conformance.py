@@ -610,7 +610,7 @@ class Conformance:
         far = need([{"quoin.io/zone": "nowhere"}])
         refuse(
             "CSI-TOPOLOGY-12 CSI-CREATEVOLUME-40",
-            self.create("x", accessibility_requirements=far),
+            self.create("x", accessibility_requirements=far, parameters={"local": "pinned"}),
             CODE.RESOURCE_EXHAUSTED,
         )
         volume = self.make(self.name)
@@ -632,7 +632,10 @@ class Conformance:
         refuse("CSI-CREATEVOLUME-35", self.create(self.name, SIZE - MIB, SIZE - 1), taken)
         refuse("CSI-CREATEVOLUME-37", self.create(self.name, parameters={"replicas": "1"}), taken)
         self.row("CSI-CREATEVOLUME-37", lambda: check(again(parameters={"csi.storage.k8s.io/pv/name": "x"}) == volume, "an added key is compared"))
-        refuse("CSI-CREATEVOLUME-38", self.create(self.name, accessibility_requirements=far), taken)
+        pinned = dict(parameters={"local": "pinned"})
+        bound = self.make(f"{self.name}-bound", **pinned)
+        refuse("CSI-CREATEVOLUME-38", self.create(f"{self.name}-bound", accessibility_requirements=far, **pinned), taken)
+        driver.call(controller.DeleteVolume, pb.DeleteVolumeRequest(volume_id=bound.volume_id))
         of_itself = pb.VolumeContentSource(volume=pb.VolumeContentSource.VolumeSource(volume_id=volume.volume_id))
         refuse("CSI-CREATEVOLUME-39", self.create(self.name, volume_content_source=of_itself), taken)
         names = ("n" * 128, f"a b/c'\"\t\n{uuid.uuid4()}", "名" * 30 + str(uuid.uuid4()))
@@ -726,7 +729,10 @@ class Conformance:
             check(one.available_capacity >= three.available_capacity >= 0, "more for more replicas")
             check(three.maximum_volume_size.value >= 0 and three.minimum_volume_size.value >= 0, "sizes")
             far = pb.Topology(segments={"quoin.io/zone": "nowhere"})
-            check(room(accessible_topology=far).available_capacity == 0, "room where there is none")
+            pinned = room(accessible_topology=far, parameters={"local": "pinned"})
+            check(pinned.available_capacity == 0, "room where there is none")
+            anywhere = room(accessible_topology=far).available_capacity
+            check(anywhere == room().available_capacity, "a volume that is used anywhere has all the room")
 
         self.row("CSI-GETCAPACITY-01 CSI-GETCAPACITY-03 CSI-GETCAPACITY-04 CSI-GETCAPACITY-07", capacity)
         self.row("CSI-GETCAPACITY-09 CSI-GETCAPACITY-12", capacity)

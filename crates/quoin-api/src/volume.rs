@@ -98,11 +98,13 @@ choices!(
 );
 choices!(
     /// Relation of a volume's replicas to the nodes that use it.
-    Local, "any | preferred | required":
-    /// Replicas are anywhere.
+    Local, "any | preferred | pinned | required":
+    /// Replicas are anywhere, and so are users.
     Any = "any",
     /// One replica is on the node that the volume is made for, where that has room.
     Preferred = "preferred",
+    /// Replicas and users are in the topologies of the request.
+    Pinned = "pinned",
     /// The volume is used on nodes that have a replica.
     Required = "required"
 );
@@ -611,7 +613,8 @@ pub static OPTIONS: [VolumeOption; 12] = [
         aliases: &[],
         values: Values::Words(Local::CHOICES),
         help: "Whether the volume has a replica on the node that uses it: anywhere, one there if it \
-               has room, or used only where replicas are [default: any]",
+               has room, kept with its users to the listed topologies, or used only where replicas are \
+               [default: any]",
         absent: "",
         changes: false,
         given: |spec| spec.local.clone(),

@@ -38,6 +38,7 @@ pub use disaster::recovery::LEASES_OVER_AFTER;
 pub use disaster::scheduled_backup::BackupSchedule;
 pub use disaster::{backup, kept_backups, salvage};
 pub use error::Error;
+pub use membership::kubernetes::{AUDIENCE, ApiError, ApiOptions, KubernetesOptions};
 pub use membership::term::let_recover;
 pub use reconcile::cordon::{Cordoning, Scope};
 pub use reconcile::dying;

@@ -24,6 +24,7 @@ use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
 pub use crate::files::is_initialised;
 use crate::files::{AUTHORITY_FILE, ETCD_FILE, RECORDS_FILE, is_one_of_several, refuse_foreign};
+use crate::membership::kubernetes::{Kubernetes, KubernetesOptions};
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
 use crate::reconcile::reach::Dialler;
 use crate::reconcile::work;
@@ -74,9 +75,6 @@ pub struct Options {
     pub data_security: String,
     /// Replicas and spread of a volume that does not say.
     pub defaults: Defaults,
-    /// A pool or node that has not reported for so long is offline. Agents report at least
-    /// every [`REPORT_EVERY_MS`].
-    pub offline_after_ms: u64,
     /// A volume is taken from its node where nobody has heard of the node for so long.
     pub node_timeout_ms: u64,
     /// When a replica that is gone is replaced, where a volume does not say.
@@ -94,6 +92,8 @@ pub struct Options {
     pub lifetimes: Lifetimes,
     /// Backups that the controller makes by itself.
     pub backups: Option<BackupSchedule>,
+    /// Admission of pods by their service accounts.
+    pub kubernetes: Option<KubernetesOptions>,
     /// Source of `/metrics` and `/healthz`.
     pub metrics: Metrics,
 }
@@ -107,6 +107,9 @@ pub const NODE_TIMEOUT_MS: u64 = 10_000;
 /// How often agents report at least, in milliseconds.
 pub const REPORT_EVERY_MS: u64 = 2000;
 
+/// A pool or node that has not reported for so long is offline.
+const OFFLINE_AFTER_MS: u64 = 3 * REPORT_EVERY_MS + 1000;
+
 impl Options {
     /// Defaults for a controller in `dir`.
     pub fn new(dir: impl Into<PathBuf>) -> Self {
@@ -118,7 +121,6 @@ impl Options {
             listen: None,
             data_security: "encrypt".to_owned(),
             defaults: Defaults { replicas: 3, spread: Spread::Host },
-            offline_after_ms: 3 * REPORT_EVERY_MS + 1000,
             node_timeout_ms: NODE_TIMEOUT_MS,
             replace_after: ReplaceAfter::DEFAULT,
             heals_per_pool: HEALS_PER_POOL,
@@ -128,6 +130,7 @@ impl Options {
             replicas_max: REPLICAS_MAX,
             lifetimes: Lifetimes::default(),
             backups: None,
+            kubernetes: None,
             metrics: Metrics::new(),
         }
     }
@@ -161,7 +164,7 @@ impl Options {
         Settings {
             defaults: self.defaults,
             data_security: self.data_security.clone(),
-            offline_after: Duration::from_millis(self.offline_after_ms),
+            offline_after: Duration::from_millis(OFFLINE_AFTER_MS),
             node_timeout: Duration::from_millis(self.node_timeout_ms),
             replace_after: self.replace_after,
             heals_per_pool: self.heals_per_pool,
@@ -480,6 +483,12 @@ async fn serve_on_sockets(
         None => None,
     };
     options.metrics.watch(&controller);
+    if let Some(kubernetes) = &options.kubernetes {
+        let membership = &controller.membership;
+        let new = || Arc::new(Kubernetes::new(kubernetes.clone()));
+        let kubernetes = membership.kubernetes.get_or_init(new).clone();
+        tokio::spawn(kubernetes.keep_published(membership.members.clone(), shutdown.clone()));
+    }
     if let Some(schedule) = &options.backups {
         let record = options.metrics.backups();
         tokio::spawn(schedule.clone().keep(controller.clone(), record, shutdown.clone()));

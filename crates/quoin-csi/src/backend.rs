@@ -61,11 +61,6 @@ impl Backend {
         request
     }
 
-    /// Returns whether the control plane was reached at least once.
-    pub fn has_connected(&self) -> bool {
-        self.silence().is_some()
-    }
-
     fn contact(&self) -> MutexGuard<'_, Contact> {
         self.contact.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -84,15 +79,19 @@ impl Backend {
 
     /// Checks that the control plane answers.
     pub async fn ping(&self) -> Result<(), Status> {
-        let mut request = Request::new(api::GetClusterInfoRequest {});
-        request.set_timeout(Duration::from_secs(5));
         let asked = Instant::now();
-        let answer = self.client.clone().get_cluster_info(request).await;
-        let answer = self.answered(answer).map(drop);
+        let answer = self.answered(self.ask().await).map(drop);
         if answer.is_err() {
             self.contact().failed(asked);
         }
         answer
+    }
+
+    /// Asks the controller for nothing in particular; a refusal is as it came.
+    pub async fn ask(&self) -> Result<Response<api::ClusterInfo>, Status> {
+        let mut request = Request::new(api::GetClusterInfoRequest {});
+        request.set_timeout(Duration::from_secs(5));
+        self.client.clone().get_cluster_info(request).await
     }
 
     pub async fn create_volume(

@@ -12,7 +12,6 @@ use tonic::{Request, Response, Status};
 
 use crate::Plugin;
 use crate::edition::Edition;
-use crate::refusal;
 
 /// Serves Identity in every mode.
 pub(crate) struct IdentityService(pub Plugin);
@@ -74,15 +73,9 @@ impl Identity for IdentityService {
 
     async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
         self.0.check_node().await?;
-        let ready = match self.0.backend().ping().await {
-            Ok(()) => true,
-            // The plugin is still starting: the control plane may start after it.
-            Err(_) if !self.0.backend().has_connected() => false,
-            Err(status) => {
-                let text = format!("{}; IO of mounted volumes goes on", status.message());
-                return Err(refusal::precondition(text));
-            }
-        };
+        // An orchestrator restarts a plugin that is ill, on all nodes at once where each asked the
+        // controller; its sidecars end at an error and wait while the plugin is not ready.
+        let ready = !self.0.mode().controller || self.0.backend().ping().await.is_ok();
         Ok(Response::new(ProbeResponse { ready: Some(ready) }))
     }
 }

@@ -1,7 +1,8 @@
 //! The parameters of a storage class, as they become a volume's specification.
 //!
-//! One spelling is the project's own; names of other systems are accepted as aliases. An unknown
-//! key is refused by name, because dropping a parameter silently would break a promise silently.
+//! One spelling is the project's own; names of other systems are accepted as aliases. Unknown keys are
+//! refused by name, all at once, because dropping a parameter silently would break a promise silently.
+//! A class that was another system's may say that its keys are to be ignored.
 //! Keys of Kubernetes' own sidecars (`csi.storage.k8s.io/…`) are ignored and never compared.
 
 use std::collections::{BTreeMap, HashMap};
@@ -16,6 +17,12 @@ use crate::refusal::invalid;
 const PARAMETERS: &str = "parameters";
 const MUTABLE: &str = "mutable_parameters";
 const REPLICAS: &str = "replicas";
+
+/// Fate of keys that Quoin does not know, as those of the system that a class was made for.
+const UNKNOWN_KEYS: &str = "unknownParameters";
+const IGNORE: &str = "ignore";
+/// Limit of the unknown keys that a refusal names.
+const NAMED_MAX: usize = 16;
 
 /// Prefix of keys that sidecars add; they are not the user's.
 const FOREIGN_PREFIX: &str = "csi.storage.k8s.io/";
@@ -32,7 +39,7 @@ struct Other {
     set: fn(&mut VolumeSpec, &str) -> Option<()>,
 }
 
-const OTHERS: [Other; 5] = [
+const OTHERS: [Other; 6] = [
     Other {
         key: REPLICAS,
         aliases: &["repl", "numberOfReplicas", "replicaCount"],
@@ -67,6 +74,12 @@ const OTHERS: [Other; 5] = [
         values: "true | false",
         // The key comes with the call's secrets.
         set: |_, value| matches!(value, "true" | "false").then_some(()),
+    },
+    Other {
+        key: UNKNOWN_KEYS,
+        aliases: &[],
+        values: "refuse | ignore",
+        set: |_, value| matches!(value, "refuse" | IGNORE).then_some(()),
     },
 ];
 
@@ -109,6 +122,11 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Result<&'static str, Op
     taken.ok_or_else(|| Some(other.values.to_owned()))
 }
 
+/// Returns whether a key, or another spelling of it, is one of the driver's.
+fn is_known(key: &str) -> bool {
+    spellings().any(|known| known == key)
+}
+
 /// Returns whether a key may be changed while the volume exists.
 fn is_mutable(key: &str) -> bool {
     key == REPLICAS || VolumeOption::find(key).is_some_and(|option| option.changes)
@@ -132,13 +150,18 @@ fn canonical(
     let mut values: BTreeMap<&'static str, String> = BTreeMap::new();
     let mut spelled: BTreeMap<&'static str, &str> = BTreeMap::new();
     // Sorted, so that the same request is always refused for the same key.
-    let sorted: BTreeMap<_, _> = given.iter().filter(|(key, _)| !is_foreign(key)).collect();
+    let mut sorted: BTreeMap<_, _> = given.iter().filter(|(key, _)| !is_foreign(key)).collect();
+    let unknown_keys: Vec<&str> =
+        sorted.keys().map(|key| key.as_str()).filter(|key| !is_known(key)).collect();
+    if field == PARAMETERS && given.get(UNKNOWN_KEYS).is_some_and(|value| value == IGNORE) {
+        sorted.retain(|key, _| is_known(key));
+    } else if !unknown_keys.is_empty() {
+        return Err(unknown(field, &unknown_keys));
+    }
     for (key, value) in sorted {
-        let own = set(&mut VolumeSpec::default(), key, value).map_err(|values| match values {
-            None => unknown(field, key),
-            Some(values) => {
-                invalid(field, format!("has {key:?} with a value that is none of: {values}"))
-            }
+        let own = set(&mut VolumeSpec::default(), key, value).map_err(|values| {
+            let values = values.unwrap_or_default();
+            invalid(field, format!("has {key:?} with a value that is none of: {values}"))
         })?;
         if let Some(other) = spelled.insert(own, key) {
             let why = format!("has both {other:?} and {key:?}, which mean the same");
@@ -245,17 +268,29 @@ fn spellings() -> impl Iterator<Item = &'static str> {
     keys().chain(aliases.copied()).chain(of_options.copied())
 }
 
-fn unknown(field: &str, key: &str) -> Status {
+fn unknown(field: &str, given: &[&str]) -> Status {
     let known: Vec<_> = match field {
         MUTABLE => mutable_keys().collect(),
         _ => keys().collect(),
     };
-    let hint = match quoin_api::volume::nearest(key, spellings()) {
-        Some(nearest) => format!(" (did you mean {nearest:?}?)"),
-        None => String::new(),
+    let named = |key: &&str| {
+        let shown: String = key.chars().take(64).collect();
+        match quoin_api::volume::nearest(key, spellings()) {
+            Some(nearest) => format!("{shown:?} (did you mean {nearest:?}?)"),
+            None => format!("{shown:?}"),
+        }
     };
-    let shown: String = key.chars().take(64).collect();
-    invalid(field, format!("has the unknown key {shown:?}{hint}; known are {}", known.join(", ")))
+    let mut listed: Vec<_> = given.iter().take(NAMED_MAX).map(named).collect();
+    if given.len() > NAMED_MAX {
+        listed.push(format!("{} more", given.len() - NAMED_MAX));
+    }
+    let what = if given.len() == 1 { "the unknown key" } else { "the unknown keys" };
+    let way_out = match field {
+        MUTABLE => "",
+        _ => "; unknownParameters: \"ignore\" leaves another system's keys aside",
+    };
+    let (listed, known) = (listed.join(", "), known.join(", "));
+    invalid(field, format!("has {what} {listed}; known are {known}{way_out}"))
 }
 
 #[cfg(test)]
@@ -364,6 +399,36 @@ mod tests {
         let change = read_change(&of(&[("iopsLimit", "off"), ("repl", "3")])).unwrap().unwrap();
         assert_eq!((change.iops_limit, change.replicas), (quoin_api::volume::NO_LIMIT, 3));
         assert!(change.parameters.is_empty() && change.mutable_parameters.is_empty());
+    }
+
+    /// A class that was written for Longhorn, as its documentation has it.
+    #[test]
+    fn keys_of_another_system_are_all_named_at_once_or_ignored_by_a_switch() {
+        let longhorn = [
+            ("numberOfReplicas", "3"),
+            ("staleReplicaTimeout", "2880"),
+            ("dataLocality", "disabled"),
+            ("fromBackup", ""),
+            ("fsType", "ext4"),
+        ];
+        let refused = read(&of(&longhorn)).unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        for word in ["staleReplicaTimeout", "dataLocality", "fromBackup", "unknownParameters"] {
+            assert!(refused.message().contains(word), "{word}: {}", refused.message());
+        }
+        let with = |value| read(&of(&[&longhorn[..], &[(UNKNOWN_KEYS, value)]].concat()));
+        let taken = with("ignore").unwrap();
+        assert_eq!((taken.replicas, taken.fs_type.as_str()), (3, "ext4"));
+        assert!(!taken.parameters.contains_key("dataLocality"), "a repeat compares its own alone");
+        assert!(with("refuse").is_err() && with("yes").is_err());
+        // A wrong value of a known key is refused all the same, and so are unknown mutable keys.
+        let wrong = of(&[(UNKNOWN_KEYS, "ignore"), ("dataLocality", "x"), ("replicas", "six")]);
+        assert!(read(&wrong).unwrap_err().message().contains("replicas"));
+        let switch = of(&[(UNKNOWN_KEYS, "ignore")]);
+        assert!(read_new(&switch, &of(&[("dataLocality", "x")])).is_err());
+        let many: Vec<_> = (0..40).map(|number| (format!("key-{number}"), String::new())).collect();
+        let refused = read(&many.into_iter().collect()).unwrap_err();
+        assert!(refused.message().contains("24 more"), "{}", refused.message());
     }
 
     #[test]

@@ -197,7 +197,8 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     let renewal = tokio::spawn(async move { identity.keep_renewed(controller, stop).await });
     let mut heartbeat = tokio::spawn(keep_reporting(
         channel,
-        report,
+        // A process that serves no node is none, whatever its certificate says.
+        options.mode.node.then_some(report),
         DeviceReports::of(&options.attach_socket)
             .with_host(plugin.node().map(|node| node.host.clone()), &options.at_boot_directory),
         plugin.clone(),
@@ -227,12 +228,15 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
 /// removed.
 async fn keep_reporting(
     channel: TermChannel,
-    report: NodeReport,
+    report: Option<NodeReport>,
     devices: DeviceReports,
     plugin: Plugin,
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,
 ) -> Option<String> {
+    let Some(report) = report else {
+        return keep_asking(plugin, metrics, shutdown).await;
+    };
     let mut client = AgentClient::new(channel);
     let mut is_reachable = true;
     let mut reports = 0u64;
@@ -275,6 +279,27 @@ async fn keep_reporting(
             }
             Err(_) => {}
         }
+        tokio::select! {
+            () = tokio::time::sleep(REPORT_EVERY) => {}
+            _ = shutdown.wait_for(|stop| *stop) => return None,
+        }
+    }
+}
+
+/// Looks whether the controller answers, until `shutdown`. Returns its statement that the member was removed.
+async fn keep_asking(
+    plugin: Plugin,
+    metrics: Metrics,
+    mut shutdown: watch::Receiver<bool>,
+) -> Option<String> {
+    loop {
+        let answer = plugin.backend().ask().await;
+        if let Err(status) = &answer
+            && is_member_removed(status)
+        {
+            return Some(status.message().to_owned());
+        }
+        metrics.record_report(answer.err().map(|why| format!("out of reach ({})", why.message())));
         tokio::select! {
             () = tokio::time::sleep(REPORT_EVERY) => {}
             _ = shutdown.wait_for(|stop| *stop) => return None,

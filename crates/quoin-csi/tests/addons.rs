@@ -91,6 +91,13 @@ async fn a_process_is_starting_until_it_reached_the_controller_and_ill_without_i
     let ill = identity.probe(ProbeRequest {}).await;
     assert_eq!(code(&ill), Code::FailedPrecondition);
     assert!(ill.unwrap_err().message().contains("attach process"));
+
+    // A process of the node alone does not depend on the controller.
+    let mut world = World::start_in(Mode::NODE).await;
+    world.stop_control().await;
+    let mut identity = IdentityClient::new(world.addons.clone());
+    let ready = identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
+    assert_eq!(ready, Some(true), "it never asked");
 }
 
 /// Returns the code of each call of the interface with nothing in it, by the capability that stands for it.

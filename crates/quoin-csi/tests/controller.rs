@@ -75,11 +75,21 @@ async fn the_name_of_another_volume_is_refused() {
     let parameters = map(&[("replicas", "2")]);
     let request = CreateVolumeRequest { parameters, ..create("db", 64 * MIB) };
     assert_eq!(code(&world.controller.create_volume(request).await), Code::AlreadyExists);
-    for (zone, expected) in [("z1", Code::Ok), ("z9", Code::AlreadyExists)] {
+    let pinned = CreateVolumeRequest {
+        parameters: map(&[("local", "pinned")]),
+        ..create("pinned", 64 * MIB)
+    };
+    world.controller.create_volume(pinned.clone()).await.unwrap();
+    for (named, zone, expected) in [
+        (&pinned, "z1", Code::Ok),
+        (&pinned, "z9", Code::AlreadyExists),
+        // A volume that is used anywhere meets every list.
+        (&create("db", 64 * MIB), "z9", Code::Ok),
+    ] {
         let zone = Topology { segments: map(&[("quoin.io/zone", zone)]) };
         let needs = TopologyRequirement { requisite: vec![zone], preferred: vec![] };
         let accessibility_requirements = Some(needs);
-        let request = CreateVolumeRequest { accessibility_requirements, ..create("db", 64 * MIB) };
+        let request = CreateVolumeRequest { accessibility_requirements, ..named.clone() };
         assert_eq!(code(&world.controller.create_volume(request).await), expected);
     }
     let too_small_for_xfs = CreateVolumeRequest {
@@ -92,7 +102,7 @@ async fn the_name_of_another_volume_is_refused() {
     let any_size = CreateVolumeRequest { capacity_range: None, ..create("db", 0) };
     let again = world.controller.create_volume(any_size).await.unwrap().into_inner();
     assert_eq!(again.volume.unwrap(), first, "without a range, any size matches");
-    assert_eq!(world.cluster.volumes().await.len(), 1);
+    assert_eq!(world.cluster.volumes().await.len(), 2);
 }
 
 /// Proves CSI-CREATEVOLUME-08, CSI-CREATEVOLUME-13, CSI-CREATEVOLUME-14, CSI-CREATEVOLUME-20,
@@ -207,11 +217,17 @@ async fn sizes_names_and_topologies_have_their_own_codes() {
         let zone = Topology { segments: map(&[("quoin.io/zone", zone)]) };
         Some(TopologyRequirement { requisite: vec![zone], preferred: vec![] })
     };
-    let request =
-        CreateVolumeRequest { accessibility_requirements: needs("z9"), ..create("far", 64 * MIB) };
+    let pinned = |name: &str, zone| CreateVolumeRequest {
+        accessibility_requirements: needs(zone),
+        parameters: map(&[("local", "pinned")]),
+        ..create(name, 64 * MIB)
+    };
+    let request = pinned("far", "z9");
     assert_eq!(code(&world.controller.create_volume(request).await), Code::ResourceExhausted);
-    let request =
-        CreateVolumeRequest { accessibility_requirements: needs("z1"), ..create("near", 64 * MIB) };
+    let request = CreateVolumeRequest { parameters: map(&[]), ..pinned("anywhere", "z9") };
+    let answer = world.controller.create_volume(request).await.unwrap().into_inner();
+    assert!(answer.volume.unwrap().accessible_topology.is_empty(), "the list is a wish");
+    let request = pinned("near", "z1");
     let answer = world.controller.create_volume(request).await.unwrap().into_inner();
     let reported = answer.volume.unwrap().accessible_topology;
     let info = world.node.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
@@ -513,9 +529,12 @@ async fn capacity_is_the_largest_size_of_a_volume_of_that_kind() {
         ("quoin.io/cluster", "c9", true),
     ] {
         let topology = Topology { segments: map(&[(key, value)]) };
-        let request = GetCapacityRequest { accessible_topology: Some(topology), ..ask(&[]) };
-        let there = world.controller.get_capacity(request).await.unwrap().into_inner();
-        assert_eq!(there.available_capacity > 0, has, "{key}={value}");
+        for (local, has) in [("pinned", has), ("any", true)] {
+            let accessible_topology = Some(topology.clone());
+            let request = GetCapacityRequest { accessible_topology, ..ask(&[("local", local)]) };
+            let there = world.controller.get_capacity(request).await.unwrap().into_inner();
+            assert_eq!(there.available_capacity > 0, has, "{local} {key}={value}");
+        }
     }
     let (most, least) = (three.maximum_volume_size.unwrap(), three.minimum_volume_size.unwrap());
     for (capacity_range, expected) in [

@@ -1,5 +1,7 @@
 //! Rules of all services together: identity, modes, unserved calls, secrets.
 
+use std::sync::atomic::Ordering;
+
 use crate::common::*;
 use quoin_api::csi::group_controller_client::GroupControllerClient;
 use quoin_api::csi::*;
@@ -198,7 +200,7 @@ async fn each_mode_serves_its_own_services_and_reports_the_same_capabilities() {
 
 /// Proves CSI-PROBE-07, CSI-PROBE-06, CSI-PROBE-10, CSI-PROBE-11, CSI-PROBE-12.
 #[tokio::test]
-async fn a_probe_distinguishes_starting_from_failing() {
+async fn a_plugin_whose_controller_is_away_is_not_ready_and_one_of_a_node_does_not_care() {
     let mut world = World::start().await;
     world.stop_control().await;
     world.restart_plugin().await;
@@ -208,8 +210,38 @@ async fn a_probe_distinguishes_starting_from_failing() {
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
     assert_eq!(ready, Some(true));
     world.stop_control().await;
+    assert!(!sidecar_goes_on(&mut world).await && !liveness_is_well(&mut world).await);
+    world.start_control().await;
+    assert!(sidecar_goes_on(&mut world).await);
+
+    // A livenessprobe beside the node plugin has nothing to restart, whatever the controller does.
+    let mut world = World::start_in(Mode::NODE).await;
+    for _ in 0..2 {
+        assert!(liveness_is_well(&mut world).await && sidecar_goes_on(&mut world).await);
+        world.stop_control().await;
+    }
+    // Its needs on its own host are another matter.
+    world.attacher.is_away.store(true, Ordering::Relaxed);
     let answer = world.identity.probe(ProbeRequest {}).await;
     assert_eq!(code(&answer), Code::FailedPrecondition);
+}
+
+/// ProbeForever of csi-lib-utils, one turn: a sidecar ends at any error but DEADLINE_EXCEEDED, and asks again while the
+/// driver is not ready.
+async fn sidecar_goes_on(world: &mut World) -> bool {
+    match world.identity.probe(ProbeRequest {}).await {
+        Ok(answer) => answer.into_inner().ready.unwrap_or(true),
+        Err(status) => {
+            assert_eq!(status.code(), Code::DeadlineExceeded, "the sidecar ends: {status}");
+            false
+        }
+    }
+}
+
+/// The answer of livenessprobe: an error and a driver that is not ready are both 500.
+async fn liveness_is_well(world: &mut World) -> bool {
+    let answer = world.identity.probe(ProbeRequest {}).await;
+    answer.is_ok_and(|answer| answer.into_inner().ready.unwrap_or(true))
 }
 
 /// Proves CSI-PLUGININFO-09, CSI-PLUGINCAPS-14: by a plugin that has ended.

@@ -66,7 +66,7 @@ impl World {
 async fn a_volume_reports_the_topologies_that_were_chosen_in_every_answer() {
     let mut world = World::start().await;
     let list = ["r0", "r1", "r2"].map(rack);
-    let class = [("replicas", "2"), ("spread", "rack")];
+    let class = [("replicas", "2"), ("spread", "rack"), ("local", "pinned")];
     let request = asked("db", &class, needs(&list, &[rack("r2"), rack("r0")]));
     let volume = world.made(request.clone()).await;
     assert_eq!(volume.accessible_topology, [rack("r2"), rack("r0")]);
@@ -145,12 +145,15 @@ async fn contexts_and_topologies_name_no_cluster_and_those_that_do_are_accepted(
     assert_eq!(confirmed.volume_context, volume.volume_context);
 }
 
+/// A class whose volumes are used in the topologies of their requests alone.
+const PINNED: [(&str, &str); 1] = [("local", "pinned")];
+
 /// Proves CSIN-SNAPTOPO-01, CSIN-SNAPTOPO-02, CSIN-SNAPTOPO-03, CSIN-SNAPTOPO-04,
 /// CSIN-SNAPTOPO-05, CSIN-SNAPTOPO-06, CSIN-SNAPTOPO-07.
 #[tokio::test]
 async fn a_snapshot_has_the_topology_of_its_volume_for_life() {
     let mut world = World::start().await;
-    let volume = world.made(asked("db", &[], needs(&[zone("z1")], &[]))).await;
+    let volume = world.made(asked("db", &PINNED, needs(&[zone("z1")], &[]))).await;
     assert_eq!(world.used(&volume, &[]).await, Code::Ok);
     let id = volume.volume_id.clone();
     let with = |name: &str, accessibility_requirements| CreateSnapshotRequest {
@@ -181,7 +184,7 @@ async fn a_snapshot_has_the_topology_of_its_volume_for_life() {
         VolumeContentSource { r#type: Some(volume_content_source::Type::Snapshot(source)) };
     let copy = |name: &str, zones: &[Topology]| CreateVolumeRequest {
         volume_content_source: Some(source.clone()),
-        ..asked(name, &[], needs(zones, &[]))
+        ..asked(name, &PINNED, needs(zones, &[]))
     };
     let elsewhere = world.controller.create_volume(copy("copy", &[zone("z2")])).await;
     assert_eq!(code(&elsewhere), Code::ResourceExhausted, "{elsewhere:?}");

@@ -48,6 +48,9 @@ pub enum Error {
     )]
     Token(&'static str),
 
+    #[error("this is not what the controller says of its cluster's authority ({0})")]
+    Pin(&'static str),
+
     #[error(
         "this is not a pair token ({0}): copy the whole text, as `quoin mirror invite` printed it, \
          or make another one"

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use quoin_api::control::join_client::JoinClient;
-use quoin_api::control::{Certificate, JoinRequest as JoinMessage};
+use quoin_api::control::{Certificate, IntroduceRequest, JoinRequest as JoinMessage};
 use tonic::transport::Channel;
 
 use crate::channel::tls_channel;
-use crate::{ClusterId, Error, Identity, Issued, JoinToken, Role, check_name, tls};
+use crate::{AuthorityPin, ClusterId, Error, Identity, Issued, JoinToken, Role, check_name, tls};
 
 /// The operator's input for a newcomer.
 #[derive(Clone, Debug)]
@@ -66,6 +66,27 @@ pub async fn join(
     }
     Identity::establish(dir, &issued)?;
     Identity::load(dir)
+}
+
+/// Asks the controller for a join token for the member that this pod of Kubernetes is, by the token of its
+/// service account. The controller must prove that it is of the pinned authority before it is shown that.
+pub async fn introduce(
+    controller_addr: &str,
+    pin: &AuthorityPin,
+    service_account_token: &str,
+    role: Role,
+    name: &str,
+) -> Result<JoinToken, Error> {
+    check_name(role.as_str(), name)?;
+    let channel = pinned_channel(controller_addr, pin.cluster, pin.fingerprint).await?;
+    let mut request = tonic::Request::new(IntroduceRequest {
+        service_account_token: service_account_token.to_owned(),
+        role: role.to_string(),
+        name: name.to_owned(),
+    });
+    request.set_timeout(Duration::from_secs(30));
+    let answer = JoinClient::new(channel).introduce(request).await.map_err(refused)?;
+    answer.into_inner().token.parse()
 }
 
 /// Returns a channel of a newcomer without a certificate, to the controller that made the token and

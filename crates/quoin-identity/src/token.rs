@@ -12,6 +12,8 @@ use crate::{ClusterId, Error};
 
 const PREFIX: &str = "quoin-join-1.";
 const BODY_BYTES: usize = 16 + 32 + SECRET_BYTES;
+const PIN_PREFIX: &str = "quoin-authority-1.";
+const PIN_BYTES: usize = 16 + 32;
 
 /// A token that a newcomer receives by hand. `Display` writes it whole; `Debug` hides the secret.
 #[derive(Clone, PartialEq, Eq)]
@@ -20,6 +22,36 @@ pub struct JoinToken {
     /// SHA-256 of the authority's certificate, which authenticates the first contact.
     pub fingerprint: [u8; 32],
     secret: Secret,
+}
+
+/// By this a newcomer knows the authority. No secret. As text: `quoin-authority-1.` and
+/// base64url of cluster id, SHA-256 of the authority's certificate, and 4 bytes of checksum.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AuthorityPin {
+    pub cluster: ClusterId,
+    /// SHA-256 of the authority's certificate.
+    pub fingerprint: [u8; 32],
+}
+
+impl fmt::Display for AuthorityPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let body = [&self.cluster.0.to_be_bytes()[..], &self.fingerprint].concat();
+        write!(f, "{PIN_PREFIX}{}", token_parts::write(body))
+    }
+}
+
+impl FromStr for AuthorityPin {
+    type Err = Error;
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let text = text.trim().strip_prefix(PIN_PREFIX);
+        let text = text.ok_or(Error::Pin("it begins with quoin-authority-1."))?;
+        let body = token_parts::read(text, PIN_BYTES, PIN_BYTES).map_err(Error::Pin)?;
+        let (cluster, fingerprint) = body.split_at(16);
+        Ok(Self {
+            cluster: ClusterId(u128::from_be_bytes(cluster.try_into().expect("16 bytes"))),
+            fingerprint: fingerprint.try_into().expect("32 bytes"),
+        })
+    }
 }
 
 impl JoinToken {
@@ -79,6 +111,17 @@ mod tests {
         assert_eq!(format!(" {text}\n").parse::<JoinToken>().unwrap(), token);
         assert_eq!(format!("{token:?}"), format!("JoinToken({})", ClusterId(42)));
         assert_ne!(JoinToken::generate(ClusterId(42), [9; 32]).secret_hash(), token.secret_hash());
+    }
+
+    #[test]
+    fn a_pin_is_parsed_from_its_text_and_is_no_token() {
+        let pin = AuthorityPin { cluster: ClusterId(42), fingerprint: [9; 32] };
+        let text = format!("{pin}\n");
+        assert_eq!(text.parse::<AuthorityPin>().unwrap(), pin);
+        assert!(text.parse::<JoinToken>().is_err());
+        let token = JoinToken::generate(ClusterId(42), [9; 32]).to_string();
+        assert!(token.parse::<AuthorityPin>().is_err());
+        assert!(text.replace('A', "B").parse::<AuthorityPin>().is_err());
     }
 
     #[test]

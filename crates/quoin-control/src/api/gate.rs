@@ -168,6 +168,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Agent/ReportPart", OpenTo::Nodes, TOLD),
     ("Agent/WatchMirror", OpenTo::Mirrors, SMALL),
     ("Agent/ReportMirror", OpenTo::Mirrors, TOLD),
+    ("Join/Introduce", OpenTo::Newcomers, SMALL),
     ("Join/Join", OpenTo::Newcomers, SMALL),
     ("Join/Pair", OpenTo::Newcomers, SMALL),
     ("Join/Renew", OpenTo::Members, SMALL),
@@ -370,7 +371,7 @@ mod tests {
     #[test]
     fn a_newcomer_may_join_or_pair_and_do_nothing_else() {
         for (name, open_to, _) in CALLS {
-            let is_theirs = ["Join/Join", "Join/Pair"].contains(name);
+            let is_theirs = ["Join/Introduce", "Join/Join", "Join/Pair"].contains(name);
             assert_eq!(open_to.admits(&Caller::Newcomer), is_theirs, "{name}");
         }
     }

@@ -13,6 +13,7 @@
 //! | Agent: WatchNode, WatchCommands, ReportNode, ReportTarget, ReportOutcome | yes | – | its own name | – | – |
 //! | Agent: AcquireEpoch, SwapMembership, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
 //! | Join.Join | – | – | – | – | with a token |
+//! | Join.Introduce | – | – | – | – | with a service account's token |
 //! | Join.Renew | – | yes | yes | yes | – |
 //!
 //! Roles are held against paths before a body is read ([`gate`]), and bodies against limits while

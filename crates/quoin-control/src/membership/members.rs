@@ -14,7 +14,7 @@ use quoin_cluster::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
 use quoin_cluster::tokens::{self, NotTaken};
 use quoin_cluster::wall_clock::is_ahead;
 use quoin_identity::{
-    Authority, Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request,
+    Authority, AuthorityPin, Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request,
 };
 
 use crate::Error;
@@ -89,6 +89,12 @@ impl Members {
         let message = format!("for {what}, good for {} s", ttl.as_secs());
         self.state.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
         Ok((token, expires_ms))
+    }
+
+    /// By which a newcomer that has no join token knows the authority.
+    pub(crate) fn pin(&self) -> AuthorityPin {
+        let authority = self.authority();
+        AuthorityPin { cluster: authority.cluster(), fingerprint: authority.fingerprint() }
     }
 
     /// Keeps the hash of a new token's secret. Returns its lifetime, and when it ends.

@@ -2,12 +2,13 @@
 
 pub(crate) mod admission;
 pub(crate) mod clocks;
+pub(crate) mod kubernetes;
 pub(crate) mod members;
 pub(crate) mod peers;
 pub(crate) mod removal;
 pub(crate) mod term;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use quoin_identity::Authority;
 
@@ -21,6 +22,8 @@ pub struct Parts {
     pub clocks: Arc<clocks::Clocks>,
     pub members: Arc<members::Members>,
     pub peers: Arc<peers::Peers>,
+    /// Empty: pods are not admitted by their service accounts.
+    pub(crate) kubernetes: OnceLock<Arc<kubernetes::Kubernetes>>,
 }
 
 impl Parts {
@@ -30,7 +33,8 @@ impl Parts {
         let (terms, members) = (Arc::new(term::Terms::new(state.clone())), Arc::new(members));
         let clocks = Arc::new(clocks::Clocks::new(state.clone()));
         let peers = peers::Peers::new(state.clone(), members.clone(), admission.clone());
-        Self { terms, admission, clocks, members, peers: Arc::new(peers) }
+        let (peers, kubernetes) = (Arc::new(peers), OnceLock::new());
+        Self { terms, admission, clocks, members, peers, kubernetes }
     }
 
     /// Removals, which also end the work on what is removed.

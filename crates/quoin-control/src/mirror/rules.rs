@@ -106,7 +106,7 @@ pub(crate) fn check_mirrored(volume: &VolumeRecord) -> Result<(), Error> {
              there",
             volume.spec.name
         ))),
-        Local::Any | Local::Preferred => Ok(()),
+        Local::Any | Local::Preferred | Local::Pinned => Ok(()),
     }
 }
 

@@ -329,6 +329,12 @@ pub fn largest_possible(spec: &Spec, pools: &[Candidate]) -> u64 {
     })
 }
 
+/// The largest volume of this spec that its pools take now; 0 where they are too few.
+pub fn largest_now(spec: &Spec, pools: &[Candidate]) -> u64 {
+    let room = |pool: &Candidate| pool.objection(spec, 0).is_none().then(|| pool.room_bytes());
+    smallest_needed(spec, pools, room)
+}
+
 /// Refuses a size that these pools can never hold, however empty they are.
 ///
 /// # Errors

@@ -1,21 +1,24 @@
 //! Topology of a volume: where its replicas go by a request, and where the volume is used.
 //!
 //! Every node reaches every volume over the network, so topology is about the places of replicas. A
-//! request allows topologies (requisite) and has an order of them (preferred). The topologies that
-//! were chosen are recorded and never change, since an orchestrator binds users of the volume to them;
-//! a replica that is made anew later goes into one of them.
+//! request allows topologies (requisite) and has an order of them (preferred). Of a volume that is used
+//! anywhere (`local: any` and `preferred`) both are a wish: an orchestrator lists the topologies that it
+//! knows nodes in, and pools are elsewhere too. Of a pinned volume the topologies that were chosen are
+//! recorded and never change, since an orchestrator binds users of the volume to them; a replica that
+//! is made anew later goes into one of them.
 //!
 //! The volume spans as many topologies as it has replicas where the request's topologies name what
 //! its replicas are kept apart by: racks, zones, or nodes of a volume that is used where its replicas
-//! are. All others span as few as possible.
+//! are. So does one whose replicas are kept apart by hosts and that is used anywhere, where the list has a zone
+//! for each replica: it outlives a zone then. All others span as few as possible.
 //!
 //! A segment `quoin.io/node` binds users and not replicas: a replica that is lost with its node is
 //! made anew on another one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use quoin_api::control::{self as api, VolumeSpec};
-use quoin_api::topology::{CLUSTER_KEY, NODE_KEY};
+use quoin_api::topology::{CLUSTER_KEY, NODE_KEY, ZONE_KEY};
 use quoin_api::volume::{Local, Spread};
 use quoin_cluster::records::{PoolRecord, Spec, VolumeRecord};
 
@@ -96,6 +99,8 @@ pub struct Requirement {
     preferred: Vec<Segments>,
     /// Node that the volume is made for.
     near: Option<String>,
+    /// Replicas and users are bound to what is listed.
+    is_pinned: bool,
 }
 
 /// Pools of a new volume's replicas, and the topologies that it has from then on.
@@ -126,15 +131,28 @@ impl Requirement {
         // Every node reaches a volume whose replicas are anywhere.
         let reached = |one: Segments| match local {
             Local::Required => one,
-            Local::Any | Local::Preferred => without_node(&one),
+            Local::Any | Local::Preferred | Local::Pinned => without_node(&one),
         };
         let requisite = distinct(requisite.into_iter().map(reached));
         let preferred = distinct(preferred.into_iter().map(reached));
         let is_anywhere = |one: &Segments| one.is_empty();
+        let somewhere = |list: Vec<Segments>| -> Vec<_> {
+            list.into_iter().filter(|one| !is_anywhere(one)).collect()
+        };
+        if matches!(local, Local::Any | Local::Preferred) {
+            let order = distinct(preferred.into_iter().chain(requisite));
+            return Ok(Self {
+                requisite: Vec::new(),
+                preferred: somewhere(order),
+                near,
+                is_pinned: false,
+            });
+        }
         Ok(Self {
             requisite: if requisite.iter().any(is_anywhere) { Vec::new() } else { requisite },
-            preferred: preferred.into_iter().filter(|one| !is_anywhere(one)).collect(),
+            preferred: somewhere(preferred),
             near,
+            is_pinned: true,
         })
     }
 
@@ -213,6 +231,12 @@ pub fn place(
     named: &[String],
 ) -> Result<Placed, Error> {
     let mut placed = match wanted.spanned_key(spec) {
+        _ if named.is_empty() && outlives_zones(spec, wanted) => {
+            match over_zones(spec, size_bytes, pools, wanted) {
+                Ok(placed) => placed,
+                Err(_) => within_few(spec, size_bytes, pools, wanted)?,
+            }
+        }
         Some(key) if named.is_empty() => span(spec, size_bytes, pools, wanted, key)?,
         _ if named.is_empty() => within_few(spec, size_bytes, pools, wanted)?,
         _ => {
@@ -221,8 +245,11 @@ pub fn place(
             Placed::new(pools, spec.accessible_topology)
         }
     };
+    if !wanted.is_pinned {
+        placed.topology.clear();
+    }
     match spec.options.local {
-        Local::Any => {}
+        Local::Any | Local::Pinned => {}
         Local::Preferred => {
             let is_near = |pool: &&Candidate| {
                 wanted.near.is_some() && pool.segment(NODE_KEY) == wanted.near.as_deref()
@@ -236,6 +263,32 @@ pub fn place(
         }
     }
     Ok(placed)
+}
+
+/// Returns true if a volume that is used anywhere, with its replicas on hosts of their own, is to have each in
+/// another zone: the request lists a zone for each.
+fn outlives_zones(spec: &Spec, wanted: &Requirement) -> bool {
+    let zones: BTreeSet<_> =
+        wanted.preferred.iter().filter_map(|one| segment(one, ZONE_KEY)).collect();
+    !wanted.is_pinned
+        && spec.options.spread == Spread::Host
+        && zones.len() >= usize::from(spec.replicas)
+}
+
+/// Puts each replica into another zone, the listed ones first.
+fn over_zones(
+    spec: &Spec,
+    size_bytes: u64,
+    pools: &[Candidate],
+    wanted: &Requirement,
+) -> Result<Placed, Error> {
+    let mut spec = Spec { accessible_topology: Vec::new(), ..spec.clone() };
+    spec.options.spread = Spread::Zone;
+    if spec.options.local == Local::Preferred {
+        let pools = place_near(&spec, size_bytes, pools, wanted)?;
+        return Ok(Placed::new(pools, Vec::new()));
+    }
+    span(&spec, size_bytes, pools, wanted, ZONE_KEY)
 }
 
 /// Puts one replica into each topology, in their order.
@@ -378,12 +431,19 @@ fn nodes_of(spec: &Spec, placed: &Placed, pools: &[Candidate]) -> Result<Vec<Seg
     Ok(nodes)
 }
 
-/// Bytes that volumes of this spec could still be promised, and the largest that one can have, where
-/// one of its replicas is in the asked topology.
+/// Bytes that volumes of this spec could still be promised, and the largest that one can have now. Of
+/// a volume that is used anywhere all pools count, whichever topology is asked about; of another one a
+/// replica is in the asked topology.
+///
+/// The scheduler of Kubernetes compares a claim with the latter alone, so that is what a request is
+/// granted now and not what empty pools could hold.
 pub fn capacity(spec: &Spec, pools: &[Candidate], wanted: &Requirement) -> (u64, u64) {
     let measure = |spec: &Spec, pools: &[Candidate]| {
-        (placement::unpromised(spec, pools), placement::largest_possible(spec, pools))
+        (placement::unpromised(spec, pools), placement::largest_now(spec, pools))
     };
+    if !wanted.is_pinned {
+        return measure(&Spec { accessible_topology: Vec::new(), ..spec.clone() }, pools);
+    }
     if wanted.spanned_key(spec).is_none() {
         let spec = Spec { accessible_topology: wanted.requisite.clone(), ..spec.clone() };
         return measure(&spec, pools);

@@ -467,7 +467,7 @@ impl Catalog {
     }
 
     /// The sum of what volumes of this spec could still be promised, and the largest that one
-    /// can ever have. Volumes are thin, so more than the sum may be given out.
+    /// can have now. Volumes are thin, so more than the sum may be given out.
     pub fn capacity(&self, asked: Option<&VolumeSpec>) -> Result<(u64, u64), Error> {
         let mut asked = asked.cloned().unwrap_or_default();
         if asked.name.is_empty() {

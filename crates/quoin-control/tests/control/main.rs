@@ -20,6 +20,7 @@ mod groups;
 mod half_sent;
 mod healing;
 mod key_slots;
+mod kubernetes;
 mod late_calls;
 mod leaving;
 mod lifecycle;

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_api::volume::Spread;
 use quoin_control::policy::Within;
-use quoin_control::{BackupSchedule, JoinedControllers, Records};
+use quoin_control::{ApiOptions, BackupSchedule, JoinedControllers, KubernetesOptions, Records};
 use quoin_identity::Lifetimes;
 use quoin_telemetry::Source;
 use serde::Serialize;
@@ -146,6 +146,11 @@ pub struct ControllerOptions {
     backups: BackupScheduleOptions,
     #[command(flatten)]
     healing: HealingOptions,
+    /// Admit pods of this pod's namespace by the tokens of their service accounts: PREFIXpool as pools of
+    /// their node, PREFIXnode as nodes, PREFIXcsi-controller as what may manage volumes, PREFIXmirror as
+    /// mirrors. The ConfigMap PREFIXauthority is kept, by which they know the cluster.
+    #[arg(long, value_name = "PREFIX")]
+    admit_service_accounts: Option<String>,
     #[command(flatten)]
     lifetime: LifetimeOptions,
     #[command(flatten)]
@@ -313,6 +318,10 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             control.replicas_max = options.max_replicas;
             control.lifetimes = options.lifetime.into();
             control.backups = options.backups.schedule();
+            if let Some(prefix) = options.admit_service_accounts {
+                let api = ApiOptions::of_pod().context("--admit-service-accounts")?;
+                control.kubernetes = Some(KubernetesOptions { api, prefix });
+            }
             options.healing.apply_to(&mut control);
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();

@@ -43,7 +43,10 @@ pub fn run(options: MirrorOptions) -> Result<()> {
         let mirror = quoin_mirror::Options {
             node: options.node.unwrap_or_else(|| name.clone()),
             name,
-            join: options.member.join_request(Role::Mirror, &options.state)?,
+            join: options
+                .member
+                .request_of_member(Role::Mirror, &options.state, shutdown.clone())
+                .await?,
             identity: options.state,
             controller: options.member.controller,
             listen: options.listen,

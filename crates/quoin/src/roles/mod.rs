@@ -31,7 +31,7 @@ use quoin_identity::{Identity, JoinRequest, Role, load_or_join};
 use quoin_telemetry::Source;
 use std::future::Future;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::sync::watch;
 use tracing_subscriber::EnvFilter;
@@ -123,10 +123,20 @@ pub struct MemberOptions {
         value_name = "TOKEN"
     )]
     pub join: Option<String>,
+    /// Join by the token of this pod's service account in this file, where there is no identity and no
+    /// join token; needs --authority, and a controller with --admit-service-accounts.
+    #[arg(long, value_name = "FILE", env = "QUOIN_SERVICE_ACCOUNT_TOKEN", requires = "authority")]
+    pub service_account_token: Option<PathBuf>,
+    /// The controller's word of the cluster's authority: `authority` of the ConfigMap that it keeps.
+    #[arg(long, value_name = "FILE", env = "QUOIN_AUTHORITY")]
+    pub authority: Option<PathBuf>,
     /// The member's name: letters, digits, `-` and `.` [default: the host's].
     #[arg(long)]
     pub name: Option<String>,
 }
+
+/// Interval of attempts of a pod to get a join token.
+const INTRODUCE_EVERY: Duration = Duration::from_secs(3);
 
 impl MemberOptions {
     /// The member's name: the flag, else whose identity lies in `directory`, else the host's.
@@ -149,9 +159,62 @@ impl MemberOptions {
         }))
     }
 
+    /// Request to join as [`Self::join_request`] has it; where there is no token and a pod's service account
+    /// is to be used, with one that the controller gives. It asks until it gets one: a pod that is started
+    /// before the controller waits for it, and a refusal stands in its log.
+    pub async fn request_of_member(
+        &self,
+        role: Role,
+        directory: &Path,
+        mut shutdown: watch::Receiver<bool>,
+    ) -> Result<Option<JoinRequest>> {
+        let request = self.join_request(role, directory)?;
+        let is_member = Identity::load(directory).is_ok_and(|identity| !identity.has_run_out());
+        let (Some(file), Some(authority)) = (&self.service_account_token, &self.authority) else {
+            return Ok(request);
+        };
+        if request.is_some() || is_member {
+            return Ok(request);
+        }
+        let (name, controller) = (self.name_of(directory), self.controller.clone());
+        loop {
+            let introduced = async {
+                // Both files are replaced while the pod runs.
+                let read = |path: &Path| {
+                    std::fs::read_to_string(path).with_context(|| path.display().to_string())
+                };
+                let (pin, own) = (read(authority)?.parse()?, read(file)?);
+                let token =
+                    quoin_identity::introduce(&controller, &pin, own.trim(), role, &name).await?;
+                anyhow::Ok(token)
+            };
+            match introduced.await {
+                Ok(token) => return Ok(Some(JoinRequest { controller, token, role, name })),
+                Err(error) => {
+                    tracing::warn!(error = format!("{error:#}"), "cannot join yet; asking again");
+                }
+            }
+            tokio::select! {
+                () = tokio::time::sleep(INTRODUCE_EVERY) => {}
+                _ = shutdown.wait_for(|stop| *stop) => return Ok(None),
+            }
+        }
+    }
+
     /// Loads the identity in `directory`, or joins for it.
     pub async fn identity(&self, role: Role, directory: &Path) -> Result<Identity> {
         Ok(load_or_join(directory, self.join_request(role, directory)?.as_ref()).await?)
+    }
+
+    /// Does as [`Self::identity`], also by a pod's service account.
+    pub async fn identity_of_member(
+        &self,
+        role: Role,
+        directory: &Path,
+        shutdown: watch::Receiver<bool>,
+    ) -> Result<Identity> {
+        let request = self.request_of_member(role, directory, shutdown).await?;
+        Ok(load_or_join(directory, request.as_ref()).await?)
     }
 }
 

@@ -59,7 +59,8 @@ pub fn run(options: NodeOptions) -> Result<()> {
     let (shown, health) = (metrics.clone(), metrics.health.clone());
     let source = Source::new(move || shown.render(), move || health.check());
     super::run(&options.role, source, |shutdown| async move {
-        options.member.identity(Role::Node, &options.state).await?;
+        let member = &options.member;
+        member.identity_of_member(Role::Node, &options.state, shutdown.clone()).await?;
         let controller = options.member.controller;
         let mut node =
             quoin_csi::Options::new(options.state, options.run, controller, options.csi_endpoint);

@@ -115,7 +115,10 @@ pub fn run(options: PoolOptions) -> Result<()> {
             sparse: !options.preallocate,
             format: options.format,
             replace: options.replace,
-            join: options.member.join_request(Role::Pool, &options.state)?,
+            join: options
+                .member
+                .request_of_member(Role::Pool, &options.state, shutdown.clone())
+                .await?,
             identity: options.state,
             controller: options.member.controller,
             listen: options.listen,

@@ -64,7 +64,10 @@ pub fn run(options: TargetOptions) -> Result<()> {
     super::run(&options.role, source, |shutdown| async move {
         let target = quoin_target::Options {
             node: options.member.name_of(&options.state),
-            join: options.member.join_request(Role::Node, &options.state)?,
+            join: options
+                .member
+                .request_of_member(Role::Node, &options.state, shutdown.clone())
+                .await?,
             identity: options.state,
             controller: options.member.controller,
             run_dir: options.run,

@@ -23,6 +23,7 @@ use quoin_api::control::{
     ResizeVolumeRequest, SnapshotRef, Topology, Volume, VolumeSource, VolumeSpec,
 };
 use quoin_api::topology::{is_key, is_label};
+use quoin_api::volume::Local;
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
@@ -167,7 +168,8 @@ pub struct CreateOptions {
     options: OptionFlags,
     /// Where the volume is to be, as in quoin.io/zone=west (several segments with commas between
     /// them); may be repeated, the best first. Its replicas go into as few of these as hold them;
-    /// with `--spread zone` (or rack, or `--local required`) each takes one replica.
+    /// with `--spread zone` (or rack, or `--local required`) each takes one replica. Its users are
+    /// bound to these as well, and `--local any` makes the list a wish.
     #[arg(long, value_name = "KEY=VALUE[,KEY=VALUE]", value_parser = parse_topology)]
     topology: Vec<Topology>,
     #[command(flatten)]
@@ -232,6 +234,11 @@ impl CreateOptions {
     }
 
     fn spec(&self) -> VolumeSpec {
+        let mut options = self.options.spec.clone();
+        // A person who lists topologies means those alone; an orchestrator lists all that it knows.
+        if !self.topology.is_empty() && options.local.is_empty() {
+            options.local = Local::Pinned.to_string();
+        }
         VolumeSpec {
             name: self.name.clone(),
             size_bytes: self.size.unwrap_or(0),
@@ -242,7 +249,7 @@ impl CreateOptions {
             // The order of the flags is the order of preference.
             accessible_topology: self.topology.clone(),
             preferred_topology: self.topology.clone(),
-            ..self.options.spec.clone()
+            ..options
         }
     }
 }

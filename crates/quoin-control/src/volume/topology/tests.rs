@@ -61,7 +61,7 @@ struct Ask {
 
 impl Ask {
     fn new(replicas: u32, spread: Spread) -> Self {
-        Self { replicas, spread, local: Local::Any, requisite: vec![], preferred: vec![] }
+        Self { replicas, spread, local: Local::Pinned, requisite: vec![], preferred: vec![] }
     }
 
     fn within(self, requisite: &[Segments]) -> Self {
@@ -193,6 +193,77 @@ fn replicas_lie_in_as_few_of_the_listed_topologies_as_hold_them_and_nowhere_else
     assert_eq!(ask.topology(&pools), Vec::<Segments>::new());
 }
 
+/// The provisioner of Kubernetes lists the topologies of all nodes that it knows, and binds users of the volume to the
+/// answer.
+#[test]
+fn a_volume_that_is_used_anywhere_binds_nobody_and_takes_what_is_listed_for_a_wish() {
+    let pools = zones(&["za", "zb", "zc"]);
+    let any = |replicas, spread| Ask::new(replicas, spread).local(Local::Any);
+    let zones_of = |placed: &Placed| {
+        let zone = |name: &String| name.split('-').next().unwrap().to_owned();
+        placed.pools.iter().map(zone).collect::<Vec<_>>()
+    };
+    let all = [zone("za"), zone("zb"), zone("zc")];
+    let placed = any(3, Spread::Host).within(&all).preferring(&[zone("zb")]).place(&pools).unwrap();
+    assert_eq!(zones_of(&placed), ["zb", "za", "zc"], "a zone for each replica, the best first");
+    assert_eq!(placed.topology, Vec::<Segments>::new());
+    // The Node of zc is gone from Kubernetes, and its pools are not.
+    let placed = any(3, Spread::Zone).within(&all[..2]).place(&pools).unwrap();
+    assert_eq!(zones_of(&placed), ["za", "zb", "zc"]);
+    let placed = any(5, Spread::Host).within(&all[..2]).place(&pools).unwrap();
+    assert_eq!(placed.pools.len(), 5, "storage-only hosts count");
+    // Only the first user's topology is asked for, as with strict topology: a wish as well.
+    let placed = any(2, Spread::Host).within(&all[2..]).place(&pools).unwrap();
+    assert_eq!(zones_of(&placed), ["zc", "zc"]);
+    let placed = any(3, Spread::Host).within(&[zone("nowhere")]).place(&pools).unwrap();
+    assert_eq!((placed.pools.len(), placed.topology.len()), (3, 0));
+    // Zones with one host each do not keep replicas on hosts of their own from being had.
+    let placed = any(3, Spread::Host).within(&all).place(&close(pools.clone(), "zc")).unwrap();
+    assert_eq!(placed.pools.len(), 3);
+    let of_node = segments(&[(NODE_KEY, "host-zc-2"), (ZONE_KEY, "zc")]);
+    let near = any(3, Spread::Host).local(Local::Preferred).within(&all).preferring(&[of_node]);
+    let mut near = near;
+    near.requisite = vec![];
+    let placed = near.place(&pools).unwrap();
+    assert_eq!((placed.pools[0].as_str(), placed.topology.len()), ("zc-2", 0));
+}
+
+/// volumebinding of Kubernetes' scheduler: a node is out where no object of the class and its topology has a limit
+/// of that size, and the limit is maximumVolumeSize where that is set, else the capacity.
+fn scheduler_places(ask: &Ask, pools: &[Candidate], node: &Segments, size_bytes: u64) -> bool {
+    let of_node = Ask { requisite: vec![node.clone()], preferred: vec![], ..ask.clone() };
+    let (spec, wanted) = of_node.spec();
+    let (_, maximum_volume_size) = capacity(&spec, pools, &wanted);
+    maximum_volume_size >= size_bytes
+}
+
+#[test]
+fn the_scheduler_takes_the_nodes_on_which_a_volume_can_be_made_and_no_others() {
+    // Three nodes, each in a zone of its own, as in most clouds: one pool a zone.
+    let of = |zone: &str| pool(zone, &[(ZONE_KEY, zone)]);
+    let mut pools = vec![of("za"), of("zb"), of("zc")];
+    let node = |zone: &str| segments(&[(NODE_KEY, &format!("host-{zone}")), (ZONE_KEY, zone)]);
+    let default = Ask::new(3, Spread::Host).local(Local::Any);
+    for zone in ["za", "zb", "zc"] {
+        assert!(scheduler_places(&default, &pools, &node(zone), GIB), "{zone}");
+    }
+    // A pool with 148 MiB left takes no volume of 1 GiB that is to be there.
+    let local = Ask::new(1, Spread::Host).local(Local::Required);
+    pools[0].used_bytes = 8 * GIB - (148 << 20);
+    assert!(!scheduler_places(&local, &pools, &node("za"), GIB));
+    assert!(scheduler_places(&local, &pools, &node("za"), 148 << 20));
+    assert!(scheduler_places(&local, &pools, &node("zb"), GIB));
+    assert!(!scheduler_places(&default, &pools, &node("zb"), GIB), "three replicas need za too");
+    pools[1].unusable = "offline".into();
+    assert!(!scheduler_places(&local, &pools, &node("zb"), GIB));
+    // A size that the scheduler grants is made, and one block more is not.
+    let (spec, wanted) = default.spec();
+    pools[1].unusable.clear();
+    let largest = capacity(&spec, &pools, &wanted).1;
+    assert!(place(&spec, largest, &pools, &wanted, &[]).is_ok());
+    assert!(place(&spec, largest + 4096, &pools, &wanted, &[]).is_err());
+}
+
 #[test]
 fn racks_are_spanned_as_zones_are() {
     let place = |name: &str, rack: &str| pool(name, &[(RACK_KEY, rack), (ZONE_KEY, "west")]);
@@ -308,7 +379,7 @@ proptest! {
     fn a_placement_keeps_to_the_list_and_to_the_spread_whatever_is_asked(
         replicas in 1_u32..4,
         spread in prop_oneof![Just(Spread::Host), Just(Spread::Pool), Just(Spread::Zone)],
-        local in prop_oneof![Just(Local::Any), Just(Local::Preferred), Just(Local::Required)],
+        local in prop_oneof![Just(Local::Any), Just(Local::Pinned), Just(Local::Preferred), Just(Local::Required)],
         listed in proptest::sample::subsequence(vec!["z1", "z2", "z3", "z4"], 0..4),
         closed in proptest::sample::subsequence(vec!["z1", "z2", "z3", "z4"], 0..2),
     ) {
@@ -326,7 +397,11 @@ proptest! {
             let is_listed = |pool: &&&Candidate| accessible(&requisite, &pool.topology);
             let inside = chosen.iter().filter(is_listed).count();
             let spans_more = spread == Spread::Zone && replicas as usize > listed.len();
-            prop_assert!(inside == chosen.len() || (spans_more && inside == listed.len()));
+            let is_wish = matches!(local, Local::Any | Local::Preferred);
+            prop_assert!(!is_wish || placed.topology.is_empty());
+            prop_assert!(
+                is_wish || inside == chosen.len() || (spans_more && inside == listed.len())
+            );
             let distinct: std::collections::BTreeSet<_> =
                 chosen.iter().map(|pool| pool.segment(ZONE_KEY)).collect();
             prop_assert!(spread != Spread::Zone || distinct.len() == chosen.len());
