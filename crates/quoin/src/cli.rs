@@ -13,7 +13,7 @@ use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
     admins, completion, contexts, declare, demo, dev, events, fence, group, listing, manual,
-    mirror, offline, roles, schedule, scrub, snapshot, status, target, tokens, volume,
+    mirror, offline, preflight, roles, schedule, scrub, snapshot, status, target, tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -117,6 +117,13 @@ enum Command {
     /// Keep the kernel's side of attached volumes while `quoin attach` is away, so that its death
     /// or its update only pauses their IO.
     AttachHolder(roles::HolderOptions),
+    /// Look whether this host can do its part: kernel, devices, tools, capabilities, mounts, ports, disks, clock.
+    /// Ends with 3 where something is missing.
+    #[command(
+        after_help = "Example:\n  quoin preflight --for attach --for node --for pool --run /run/quoin \
+        --port 7401 --device /dev/sdb"
+    )]
+    Preflight(preflight::PreflightOptions),
     /// A volume that outlives its parts, shown under load; takes half a minute, leaves nothing.
     #[command(after_help = "Examples:\n  \
         quoin demo       a volume in use, while each part below it is killed in turn\n  \
@@ -229,6 +236,7 @@ impl Cli {
             }
             Command::Attach(options) => roles::attach(options),
             Command::AttachHolder(options) => roles::hold(&options),
+            Command::Preflight(options) => preflight::run(&options, format),
             Command::Pool(listing::PoolCommand::Inspect(options)) => {
                 offline::inspect(&options, format)
             }

@@ -24,6 +24,7 @@ mod mirror;
 mod offline;
 mod output;
 mod pace;
+mod preflight;
 mod private_file;
 mod roles;
 mod salvage;

@@ -37,6 +37,7 @@ mod health;
 mod hosts;
 mod housekeeping;
 mod known_list;
+mod kubernetes;
 mod limits;
 mod listeners;
 mod lost_records;
