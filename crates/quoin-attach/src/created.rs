@@ -200,6 +200,8 @@ impl Created {
         content.links = keep_bound;
         let gone: Vec<CreatedLink> = gone;
         gone.iter().for_each(remove_link);
+        // Seldom there.
+        let _ = fs::remove_file(self.beside(volume));
         if let Err(error) = self.write(&content) {
             tracing::warn!(file = %self.file.display(), %error, "cannot be written");
         }
@@ -273,7 +275,7 @@ impl Created {
             Err(_) => return Err(format!("{} is not a link and is not replaced", link.display())),
         }
         // The link is created under another name first, so that it exists at every moment.
-        let beside = self.directory.join(format!(".{volume}.{}", std::process::id()));
+        let beside = self.beside(volume);
         let _ = fs::remove_file(&beside);
         std::os::unix::fs::symlink(device, &beside)
             .and_then(|()| fs::rename(&beside, &link))
@@ -290,6 +292,12 @@ impl Created {
         self.write(&content).map_err(failed)?;
         self.tell_udev(&link, device);
         Ok(link)
+    }
+
+    /// The other name of a link in the making. A process that is killed then leaves it: the next one finds it by
+    /// the volume alone.
+    fn beside(&self, volume: &str) -> PathBuf {
+        self.directory.join(format!(".{volume}.new"))
     }
 
     /// Where udev finds the name of a device.
@@ -426,8 +434,11 @@ mod tests {
         // The former link is removed when the name changes.
         let renamed = created.link("1", "db2", next).unwrap();
         assert!(!link.exists() && fs::symlink_metadata(&link).is_err());
+        // A process that was killed while it made the link.
+        std::os::unix::fs::symlink(next, created.beside("1")).unwrap();
         created.remove("1");
         assert!(fs::symlink_metadata(&renamed).is_err());
+        assert_eq!(fs::read_dir(&links).unwrap().count(), 0);
 
         // A file that is no link, and a link to something that exists, stay.
         fs::write(links.join("file"), "kept").unwrap();
