@@ -247,6 +247,13 @@ pub fn measure(_: &DeviceThread, path: &Path) -> Result<Figures, Error> {
     rustix::fs::statvfs(path).map_err(|errno| Error::io("measuring", path)(errno.into()))
 }
 
+/// Returns whether the file system at `path` fails what it is asked of its root, which the kernel always has in
+/// memory.
+pub fn is_shut_down(_: &DeviceThread, path: &Path) -> bool {
+    use rustix::io::Errno;
+    matches!(rustix::fs::stat(path), Err(Errno::IO | Errno::SHUTDOWN | Errno::UCLEAN))
+}
+
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use quoin_api::csi::controller_client::ControllerClient;
@@ -18,6 +19,8 @@ use quoin_api::csi_addons::reclaimspace::reclaim_space_node_client::ReclaimSpace
 use tonic::Status;
 use tonic::transport::Channel;
 
+use crate::common::{Cluster, Place, User as Person};
+use crate::returned_host::Host;
 use crate::support::*;
 
 const KEY: &str = "correct horse battery staple";
@@ -53,6 +56,18 @@ impl Orchestrator {
         Self { runtime, csi, addons, node, scratch: scratch.to_owned() }
     }
 
+    /// That of one of several nodes: the socket of CSI alone is there.
+    fn of_node(host: &Host, scratch: &str) -> Self {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let csi = {
+            let _context = runtime.enter();
+            quoin_identity::unix_channel(&Path::new(&host.run).join("csi.sock"))
+        };
+        std::fs::create_dir(scratch).unwrap();
+        let (addons, node) = (csi.clone(), host.name.to_owned());
+        Self { runtime, csi, addons, node, scratch: scratch.into() }
+    }
+
     fn publish_to_node(&self, volume: &Used) {
         let request = ControllerPublishVolumeRequest {
             volume_id: volume.id.clone(),
@@ -75,24 +90,28 @@ impl Orchestrator {
     }
 
     /// Publishes, stages and publishes a volume at its target.
-    fn use_volume(&self, dev: &Dev, name: &str, is_block: bool, key: Option<&str>) -> Used {
-        let access_type = match is_block {
-            true => AccessType::Block(BlockVolume {}),
-            false => AccessType::Mount(MountVolume::default()),
-        };
-        let mode = volume_capability::AccessMode { mode: Mode::SingleNodeWriter.into() };
+    fn use_volume(&self, person: &Person, name: &str, access: AccessType) -> Used {
+        self.use_volume_as(person, name, access, Mode::SingleNodeWriter, None)
+    }
+
+    fn use_volume_as(
+        &self,
+        person: &Person,
+        name: &str,
+        access: AccessType,
+        mode: Mode,
+        key: Option<&str>,
+    ) -> Used {
+        let mode = volume_capability::AccessMode { mode: mode.into() };
         let path = |what: &str| format!("{}/{name}-{what}", self.scratch.display());
         let used = Used {
-            id: dev.json(&["volume", "get", name])["id"].as_str().unwrap().to_owned(),
-            capability: VolumeCapability {
-                access_type: Some(access_type),
-                access_mode: Some(mode),
-            },
+            id: person.json(&["volume", "get", name])["id"].as_str().unwrap().to_owned(),
+            capability: VolumeCapability { access_type: Some(access), access_mode: Some(mode) },
             staging: path("staging"),
             target: path("target"),
             secrets: secret(key),
         };
-        std::fs::create_dir(&used.staging).unwrap();
+        std::fs::create_dir_all(&used.staging).unwrap();
         self.publish_to_node(&used);
         let stage = NodeStageVolumeRequest {
             volume_id: used.id.clone(),
@@ -167,8 +186,12 @@ impl Orchestrator {
         self.runtime.block_on(node.node_reclaim_space(request)).unwrap();
     }
 
+    /// A call that meets another one, or the node's own clean-up, is made again.
     fn heal(&self, volume: &Used) -> NodeHealerResponse {
-        self.try_heal(volume, None).unwrap()
+        eventually("no other call is under way", || match self.try_heal(volume, None) {
+            Err(status) if status.code() == tonic::Code::Aborted => None,
+            answered => Some(answered.unwrap()),
+        })
     }
 
     /// Heals until the volume is normal; what a controller says of replicas may be late by moments.
@@ -184,6 +207,14 @@ impl Orchestrator {
         }
         told
     }
+}
+
+fn block() -> AccessType {
+    AccessType::Block(BlockVolume {})
+}
+
+fn mounted(fs_type: &str) -> AccessType {
+    AccessType::Mount(MountVolume { fs_type: fs_type.to_owned(), ..Default::default() })
 }
 
 fn secret(key: Option<&str>) -> HashMap<String, String> {
@@ -215,7 +246,12 @@ impl Drop for User {
 
 /// The device of a volume, as the kernel's table of loop devices has it.
 fn loop_devices(dev: &Dev, id: &str) -> Vec<PathBuf> {
-    let file = dev.directory.join("run/attach/volumes").canonicalize().unwrap().join(id);
+    loop_devices_of(&dev.directory.join("run"), id)
+}
+
+/// The same, by the directory of the attach process that made it.
+fn loop_devices_of(run: &Path, id: &str) -> Vec<PathBuf> {
+    let file = run.join("attach/volumes").canonicalize().unwrap().join(id);
     let is_of_it = |entry: &std::fs::DirEntry| {
         std::fs::read_to_string(entry.path().join("loop/backing_file"))
             .is_ok_and(|backing| backing.trim().starts_with(file.to_str().unwrap()))
@@ -238,6 +274,23 @@ fn mounts_at(path: &str) -> usize {
     mounts.lines().filter(|line| line.split(' ').nth(1) == Some(path)).count()
 }
 
+/// The kernel's number of the mount at a path.
+fn mount_number(path: &str) -> String {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let line = mounts.lines().find(|line| line.split(' ').nth(4) == Some(path)).expect(path);
+    line.split(' ').next().unwrap().to_owned()
+}
+
+/// Has the kernel stop an ext4 as after an error; false: this kernel cannot.
+fn stop_file_system(device: &Path) -> bool {
+    let name = device.file_name().unwrap();
+    std::fs::write(Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error"), "1").is_ok()
+}
+
+fn free_device(device: &Path) {
+    assert!(Command::new("losetup").arg("-d").arg(device).status().unwrap().success());
+}
+
 fn unmount_lazily(path: &str) {
     assert!(Command::new("umount").args(["-l", path]).status().unwrap().success(), "{path}");
 }
@@ -249,8 +302,8 @@ fn write_synced(path: &str, text: &str) {
 }
 
 /// Proves HEAL-GENERAL-04, HEAL-RESP-01, HEAL-RESP-03: with processes that are killed and
-/// stopped, devices that are freed, mounts that are gone, a file system that the kernel stopped, an
-/// attachment that was taken away, a lost key, and without a controller.
+/// stopped, devices that are freed, mounts that are gone, file systems that the kernel stopped or whose
+/// journal was aborted, an attachment that was taken away, a lost key, and without a controller.
 /// Proves ADDONS-RECLAIM-06: by what the pools hold.
 #[test]
 fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
@@ -267,8 +320,8 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     let key_file = key_file.to_str().unwrap();
     dev.ok(&["volume", "create", "box", "--size", "64MiB", "--encrypt", "--key-file", key_file]);
     let orchestrator = Orchestrator::new(&dev, &scratch.0);
-    let db = orchestrator.use_volume(&dev, "db", false, None);
-    let raw = orchestrator.use_volume(&dev, "raw", true, None);
+    let db = orchestrator.use_volume(&dev, "db", mounted(""));
+    let raw = orchestrator.use_volume(&dev, "raw", block());
     let file = format!("{}/file", db.target);
     write_synced(&file, "kept");
     let kept = |what: &str| assert_eq!(std::fs::read_to_string(&file).unwrap(), "kept", "{what}");
@@ -318,8 +371,7 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
         if volume.id == db.id {
             unmount_lazily(&volume.staging);
         }
-        let device = loop_devices(&dev, &volume.id).remove(0);
-        assert!(Command::new("losetup").arg("-d").arg(&device).status().unwrap().success());
+        free_device(&loop_devices(&dev, &volume.id).remove(0));
         eventually("the device is freed", || {
             loop_devices(&dev, &volume.id).is_empty().then_some(())
         });
@@ -357,9 +409,7 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     kept("after the trim");
 
     // The kernel stops the file system after an error.
-    let name = loop_devices(&dev, &db.id).remove(0).file_name().unwrap().to_owned();
-    let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
-    if std::fs::write(&trigger, "1").is_ok() {
+    if stop_file_system(&loop_devices(&dev, &db.id).remove(0)) {
         let user = User::of(&file);
         orchestrator.ill(&db, &["TurnedReadOnly", ") has it open"]);
         let ended = dev.quoin(&["volume", "heal", "db"]);
@@ -371,11 +421,20 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     } else {
         quoin_testkit::skipped("trigger_fs_error: this kernel's ext4 has none");
     }
+    a_stopped_file_system_of_a_block_volume_is_its_owners(&dev, &orchestrator);
+    if have("mkfs.xfs") && have("xfs_io") {
+        an_aborted_journal_is_replayed(&dev, &orchestrator);
+    }
 
     // The target is stopped for longer than is waited, and then goes on; it is killed.
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
-    orchestrator.ill(&db, &["SessionLost", "its IO waits", "doctor"]);
+    let words = ["SessionLost", "its IO waits", "doctor"];
+    std::thread::scope(|scope| {
+        let of_block = scope.spawn(|| orchestrator.ill(&raw, &words));
+        orchestrator.ill(&db, &words);
+        of_block.join().unwrap();
+    });
     assert_eq!(dev.pid("target"), Some(target), "the healer ends no process");
     signal(target, "CONT");
     orchestrator.healed(&db, "the target goes on");
@@ -394,7 +453,8 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     write_synced(&file, "kept");
 
     // The key is lost with all that had it.
-    let locked = orchestrator.use_volume(&dev, "box", false, Some(KEY));
+    let by_key = (mounted(""), Mode::SingleNodeWriter, Some(KEY));
+    let locked = orchestrator.use_volume_as(&dev, "box", by_key.0, by_key.1, by_key.2);
     let inside = format!("{}/file", locked.target);
     write_synced(&inside, "secret");
     dev.kill_together(&["target", "attach", "attach-holder"]);
@@ -437,6 +497,161 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     assert_nothing_is_left(&scratch.cluster());
 }
 
+/// Content of a block volume is its owner's, and nothing that a heal looks at: the volume is well, and the mount
+/// stays as it is.
+fn a_stopped_file_system_of_a_block_volume_is_its_owners(dev: &Dev, orchestrator: &Orchestrator) {
+    dev.ok(&["volume", "create", "own", "--size", "16MiB"]);
+    let own = orchestrator.use_volume(dev, "own", block());
+    run("mkfs.ext4", &["-q", &own.target]);
+    let mount = format!("{}/own", orchestrator.scratch.display());
+    std::fs::create_dir(&mount).unwrap();
+    run("mount", &["-o", "errors=remount-ro", &own.target, &mount]);
+    if stop_file_system(&loop_devices(dev, &own.id).remove(0)) {
+        let before = (mount_number(&mount), loop_devices(dev, &own.id));
+        let told = orchestrator.healed(&own, "its device is well");
+        assert!(!told.message.contains("this call"), "{told:?}");
+        assert_eq!((mount_number(&mount), loop_devices(dev, &own.id)), before);
+        assert!(std::fs::write(format!("{mount}/file"), "new").is_err(), "it is still stopped");
+    }
+    crate::common::unmount(Path::new(&mount));
+    orchestrator.end_use(&own);
+    orchestrator.take_from_node(&own);
+}
+
+/// An XFS whose journal was aborted: no flag of its mount says so.
+fn an_aborted_journal_is_replayed(dev: &Dev, orchestrator: &Orchestrator) {
+    dev.ok(&["volume", "create", "docs", "--size", "320MiB"]);
+    let docs = orchestrator.use_volume(dev, "docs", mounted("xfs"));
+    let page = format!("{}/page", docs.target);
+    write_synced(&page, "kept");
+    orchestrator.healed(&docs, "well from the start");
+    let (user, before) = (User::of(&page), mount_number(&docs.staging));
+    run("xfs_io", &["-x", "-c", "shutdown", &docs.target]);
+    assert!(std::fs::read(&page).is_err());
+    // No process is named: a file on it tells nothing any more of where it is.
+    orchestrator.ill(&docs, &["FileSystemStopped", "a process at", "restart the workload"]);
+    assert_eq!(mount_number(&docs.staging), before, "nothing was taken");
+    assert!(std::fs::read(&page).is_err(), "and nothing mounted again over the aborted journal");
+    drop(user);
+    let told = orchestrator.healed(&docs, "its journal is replayed by another mount");
+    assert!(told.message.contains("checked and mounted"), "{told:?}");
+    assert_eq!(std::fs::read_to_string(&page).unwrap(), "kept");
+    write_synced(&page, "more");
+    orchestrator.end_use(&docs);
+    orchestrator.take_from_node(&docs);
+}
+
+/// A client that writes the first block of a device without end, each time with the number of the write.
+struct Writes<'a> {
+    count: AtomicU64,
+    stop: AtomicBool,
+    path: &'a str,
+}
+
+impl<'a> Writes<'a> {
+    fn to(path: &'a str) -> Self {
+        Self { count: AtomicU64::new(0), stop: AtomicBool::new(false), path }
+    }
+
+    fn run(&self) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let number = self.count.load(Ordering::Relaxed) + 1;
+            let mut device = std::fs::File::options().write(true).open(self.path).unwrap();
+            device.write_all(&number.to_le_bytes().repeat(512)).unwrap();
+            device.sync_all().unwrap();
+            self.count.store(number, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits until writes that began after now are acknowledged.
+    fn go_on(&self) {
+        let before = self.count.load(Ordering::Relaxed);
+        eventually("writes go on", || {
+            (self.count.load(Ordering::Relaxed) > before + 3).then_some(())
+        });
+    }
+}
+
+/// Two nodes, each with its target, attach process and socket. Proves HEAL-RESP-03: a heal of one node takes
+/// nothing from another one, and brings no cache over the content that another node has written since.
+#[test]
+fn a_heal_touches_nothing_of_other_nodes_and_serves_no_cache_of_before_another_nodes_use() {
+    if !can_attach() || !have("mkfs.ext4") || !have("losetup") {
+        return;
+    }
+    let mut cluster = Cluster::start("heals-of-two", &Place::here(), &[]);
+    for name in ["p1", "p2", "p3"] {
+        cluster.pool(&Place::here(), name, &[]);
+    }
+    let hosts = ["h1", "h2"].map(|name| Host::start(&mut cluster, name));
+    cluster.wait_for_pools(3);
+    for host in &hosts {
+        cluster.ok(&["node", "set", host.name, "--manages-volumes", "true"]);
+    }
+    let [first, second] = hosts
+        .each_ref()
+        .map(|host| Orchestrator::of_node(host, &cluster.path(&format!("{}-volumes", host.name))));
+    let runs = hosts.each_ref().map(|host| PathBuf::from(&host.run));
+    cluster.ok(&["volume", "create", "both", "--size", "16MiB", "--replicas", "3"]);
+    let shared = |orchestrator: &Orchestrator| {
+        orchestrator.use_volume_as(&cluster, "both", block(), Mode::MultiNodeMultiWriter, None)
+    };
+    let [here, there] = [shared(&first), shared(&second)];
+    let devices = |at: usize| loop_devices_of(&runs[at], &here.id);
+    let untouched = devices(0);
+    first.healed(&here, "well from the start");
+    second.healed(&there, "well from the start");
+    let writes = Writes::to(&here.target);
+    std::thread::scope(|scope| {
+        let io = scope.spawn(|| writes.run());
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            writes.go_on();
+            unmount_lazily(&there.target);
+            free_device(&devices(1).remove(0));
+            eventually("the device is freed", || devices(1).is_empty().then_some(()));
+            let told = second.healed(&there, "its own device is made anew");
+            assert!(told.message.contains("device anew"), "{told:?}");
+            writes.go_on();
+        }));
+        writes.stop.store(true, Ordering::Relaxed);
+        io.join().unwrap();
+        outcome.unwrap();
+    });
+    assert_eq!((devices(0), devices(1).len()), (untouched, 1));
+    let mut read = [0; 8];
+    std::fs::File::open(&there.target).unwrap().read_exact(&mut read).unwrap();
+    assert_eq!(u64::from_le_bytes(read), writes.count.load(Ordering::Relaxed));
+    assert_eq!(cluster.json(&["volume", "get", "both"])["nodes"], serde_json::json!(["h1", "h2"]));
+
+    // A volume goes to the other node and comes back, while a process here has it open all the time.
+    cluster.ok(&["volume", "create", "moves", "--size", "64MiB", "--replicas", "3"]);
+    let moves = first.use_volume(&cluster, "moves", mounted(""));
+    let file = format!("{}/file", moves.target);
+    write_synced(&file, "before");
+    let user = User::of(&file);
+    first.take_from_node(&moves);
+    let elsewhere = second.use_volume(&cluster, "moves", mounted(""));
+    let same = format!("{}/file", elsewhere.target);
+    assert_eq!(std::fs::read_to_string(&same).unwrap(), "before");
+    write_synced(&same, "by the other node");
+    second.end_use(&elsewhere);
+    second.take_from_node(&elsewhere);
+    first.publish_to_node(&moves);
+    let told = eventually("its device is known to be of an earlier use", || {
+        let told = first.heal(&moves);
+        assert!(told.abnormal, "a process has it open: {told:?}");
+        told.message.contains("DeviceDead").then_some(told)
+    });
+    assert!(told.message.contains(") has it open"), "{told:?}");
+    drop(user);
+    first.healed(&moves, "the dead device is made anew");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "by the other node");
+    for (orchestrator, used) in [(&first, &here), (&second, &there), (&first, &moves)] {
+        orchestrator.end_use(used);
+        orchestrator.take_from_node(used);
+    }
+}
+
 /// Heals of each kind in a row, beside a volume that is used without its node's devices. `QUOIN_HEALS`: how many of
 /// each; then the longest pause of the other volume's IO is held to half a second too.
 #[test]
@@ -451,7 +666,7 @@ fn heals_in_a_row_end_in_their_time_beside_io_of_another_volume() {
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
     dev.ok(&["volume", "create", "beside", "--size", "16MiB"]);
     let orchestrator = Orchestrator::new(&dev, &scratch.0);
-    let db = orchestrator.use_volume(&dev, "db", false, None);
+    let db = orchestrator.use_volume(&dev, "db", mounted(""));
     let file = format!("{}/file", db.target);
     write_synced(&file, "kept");
     orchestrator.healed(&db, "well from the start");
@@ -510,8 +725,7 @@ fn damage(dev: &Dev, db: &Used, kind: &str) -> bool {
         "loop device" => {
             unmount_lazily(&db.target);
             unmount_lazily(&db.staging);
-            let device = loop_devices(dev, &db.id).remove(0);
-            assert!(Command::new("losetup").arg("-d").arg(&device).status().unwrap().success());
+            free_device(&loop_devices(dev, &db.id).remove(0));
             eventually("the device is freed", || {
                 loop_devices(dev, &db.id).is_empty().then_some(())
             });
@@ -520,11 +734,7 @@ fn damage(dev: &Dev, db: &Used, kind: &str) -> bool {
             unmount_lazily(&db.target);
             unmount_lazily(&db.staging);
         }
-        _ => {
-            let name = loop_devices(dev, &db.id).remove(0).file_name().unwrap().to_owned();
-            let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
-            return std::fs::write(&trigger, "1").is_ok();
-        }
+        _ => return stop_file_system(&loop_devices(dev, &db.id).remove(0)),
     }
     true
 }

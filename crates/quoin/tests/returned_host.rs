@@ -17,15 +17,15 @@ use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 
 /// The processes of one host, with directories of its own.
-struct Host {
-    name: &'static str,
-    run: String,
+pub struct Host {
+    pub name: &'static str,
+    pub run: String,
     /// Health ports of target, attach process and node.
     health: [u16; 3],
 }
 
 impl Host {
-    fn start(cluster: &mut Cluster, name: &'static str) -> Self {
+    pub fn start(cluster: &mut Cluster, name: &'static str) -> Self {
         let (state, run) =
             (cluster.path(&format!("{name}-state")), cluster.path(&format!("{name}-run")));
         let health = [free_port(), free_port(), free_port()];

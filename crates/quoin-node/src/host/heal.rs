@@ -204,6 +204,10 @@ impl NodeHost {
         let device = session.device.filter(|_| session.dead.is_none());
         let is_dead = session.dead.is_some();
         let mounts = mountinfo::read()?;
+        let is_shut_down = match staging.access {
+            Access::Mount { .. } => self.is_shut_down(volume, &staging.path).await?,
+            Access::Block => false,
+        };
         let is_live = match (&staging.access, &device) {
             (_, None) => false,
             (Access::Block, Some(_)) => staging.complete,
@@ -212,6 +216,7 @@ impl NodeHost {
                 mountinfo::at(&mounts, &staging.path)
                     .is_some_and(|present| is_of_device(present, device))
                     && !turned_read_only(&staging, &mounts)
+                    && !is_shut_down
             }
         };
         if is_live && let Some(device) = &device {

@@ -38,6 +38,7 @@ pub enum FaultKind {
     SessionLost,
     MountMissing,
     MountHangs,
+    FileSystemStopped,
     TurnedReadOnly,
 }
 
@@ -55,6 +56,7 @@ impl FaultKind {
         Self::SessionLost,
         Self::MountMissing,
         Self::MountHangs,
+        Self::FileSystemStopped,
         Self::TurnedReadOnly,
     ];
 
@@ -73,6 +75,7 @@ impl FaultKind {
             Self::SessionLost => "SessionLost",
             Self::MountMissing => "MountMissing",
             Self::MountHangs => "MountHangs",
+            Self::FileSystemStopped => "FileSystemStopped",
             Self::TurnedReadOnly => "TurnedReadOnly",
         }
     }
@@ -185,8 +188,11 @@ impl NodeHost {
         } else {
             let measured = async {
                 match staging.access {
-                    Access::Mount { .. } => self.measure(volume, &staging.path).await.map(drop),
-                    Access::Block => Ok(()),
+                    Access::Mount { .. } => {
+                        self.measure(volume, &staging.path).await?;
+                        self.is_shut_down(volume, &staging.path).await
+                    }
+                    Access::Block => Ok(false),
                 }
             };
             let socket = self.nbd_socket(volume);
@@ -219,13 +225,32 @@ impl NodeHost {
                     format!("the attach process did not answer within {ANSWER_MAX:?}"),
                 ),
             }
-            if let Err(error) = measured
-                && error.kind() == Kind::Unavailable
-            {
-                say(FaultKind::MountHangs, error.to_string());
+            match measured {
+                Ok(true) => say(
+                    FaultKind::FileSystemStopped,
+                    format!(
+                        "the kernel shut the file system at {} down after an error; see the kernel log",
+                        staging.path.display()
+                    ),
+                ),
+                Err(error) if error.kind() == Kind::Unavailable => {
+                    say(FaultKind::MountHangs, error.to_string());
+                }
+                Ok(false) | Err(_) => {}
             }
         }
         Ok(Some(joined(faults)))
+    }
+
+    /// Returns whether a file system fails all that it is asked. No flag of its mount says so of an XFS whose
+    /// journal was aborted.
+    ///
+    /// # Errors
+    /// [`Error::Waiting`] if it does not answer.
+    pub(super) async fn is_shut_down(&self, volume: &str, path: &Path) -> Result<bool, Error> {
+        let asked = path.to_owned();
+        let looked = move |thread: &_| Ok(mount::is_shut_down(thread, &asked));
+        self.calls.look(volume, "looking at its file system", looked).await
     }
 
     /// Asks a file system for its figures.
