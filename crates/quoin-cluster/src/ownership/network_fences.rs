@@ -15,7 +15,9 @@ use quoin_types::{Epoch, Term, Time, mutant};
 use crate::Refusal;
 use crate::ownership::fencing;
 use crate::ownership::grants::fence;
-use crate::records::{ANY_NODE, Block, FenceRecord, NodeRecord, ReplicaRecord, VolumeRecord};
+use crate::records::{
+    ANY_NODE, Block, FenceRecord, NodeRecord, ReplicaRecord, VolumePhase, VolumeRecord,
+};
 
 /// Most blocks that are fenced at once.
 pub const FENCES_MAX: usize = 1024;
@@ -27,6 +29,30 @@ pub struct Promised {
     pub since: Time,
     /// No lease of a target lives there.
     pub is_silent: bool,
+    /// Since when no session is open there: one below the promise is opened no more. A target that closes its
+    /// session gives up its lease with it.
+    pub closed_since: Option<Time>,
+}
+
+impl Promised {
+    /// The word of a pool that has removed the replica, since so long: it opens no session of it any more.
+    pub fn removed(since: Time) -> Self {
+        // The pool forgets the lease with the replica, so its time is waited for.
+        Self { epoch: Epoch(u64::MAX), since, is_silent: false, closed_since: Some(since) }
+    }
+
+    /// Returns true if no session below the promise acknowledges anything any more. `may_close`: those that
+    /// are open are closed in their time.
+    fn is_over(&self, may_close: bool, bounds: Bounds, now: Time) -> bool {
+        let has_been = |since: Time, lasts| now.since(since.max(self.since)) >= lasts;
+        // Answers of the pool from before may still be on their way to the target.
+        let ended = self.closed_since.or((!may_close).then_some(self.since));
+        // A session that may be closed in its time has that time at the pool, and renews its lease in it
+        // after a silence; clocks of hosts differ.
+        let closes = 2 * bounds.closing + bounds.lease;
+        ended.is_some_and(|since| self.is_silent || has_been(since, bounds.lease))
+            || has_been(self.since, closes)
+    }
 }
 
 /// Digest of a list of texts, by which a change of it is noticed; never 0.
@@ -100,11 +126,29 @@ pub fn cut(volume: &mut VolumeRecord, term: Term) -> Result<(), Refusal> {
     }
 }
 
+/// Returns true if sessions of a volume whose deletion was ordered are not cut yet.
+pub fn is_deleted_in_use(volume: &VolumeRecord) -> bool {
+    volume.phase == VolumePhase::Deleting
+        && (volume.is_granted() || is_closing(volume))
+        && last_epoch(volume, |_| true).is_some()
+}
+
+/// Cuts the sessions of a volume whose deletion was ordered: its replicas go, and no target serves it on.
+///
+/// # Errors
+/// As those of [`fence`].
+pub fn cut_deleted(volume: &mut VolumeRecord, term: Term) -> Result<(), Refusal> {
+    match is_deleted_in_use(volume) {
+        true => fence(volume, true, term),
+        false => Ok(()),
+    }
+}
+
 /// The nodes whose targets may acknowledge something of a volume, each with the last epoch under which it
-/// may; [`ANY_NODE`]: others too.
+/// may; [`ANY_NODE`]: others too. A volume that is being deleted has them as long as leases may live.
 pub fn servers(volume: &VolumeRecord) -> impl Iterator<Item = (&str, u64)> {
     let (grants, epoch) = (&volume.grants, volume.opened.epoch);
-    let is_opened = volume.phase.is_kept() && epoch != 0;
+    let is_opened = epoch != 0;
     // The epoch of a fence was granted to no node.
     let last = if volume.is_granted() { epoch } else { epoch.saturating_sub(1) };
     let holder = Some(grants.holder.as_str()).filter(|holder| !holder.is_empty());
@@ -164,22 +208,22 @@ pub fn check_ended(
         true => 1,
         false => usize::from(open_quorum(volume.membership.rf, volume.membership.cf)),
     };
-    // Answers of the pool from before may still be on their way to the target. A session that may be
-    // closed in its time has that time at the pool, and renews its lease in it after a silence; clocks
-    // of hosts differ.
     let may_close = is_closing(volume) && !mutant::is("silence-taken-for-a-session-s-end");
-    let lasts = match may_close {
-        true => 2 * bounds.closing + bounds.lease,
-        false => bounds.lease,
-    };
     let known = volume.replicas.iter().filter(|replica| volume.is_known(replica));
-    let (mut promised, mut over, mut missing) = (0, 0, Vec::new());
+    // Of a volume that is being deleted, replicas of pools that were given up are in no record any more.
+    let given_up = match volume.phase {
+        VolumePhase::Deleting => {
+            volume.membership.known.len().saturating_sub(known.clone().count())
+        }
+        _ => 0,
+    };
+    let (mut promised, mut over, mut missing) = (given_up, given_up, Vec::new());
     for replica in known {
         match word(replica).filter(|word| word.epoch >= fence) {
             None => missing.push(replica.pool.as_str()),
             Some(word) => {
                 promised += 1;
-                let is_over = word.is_silent && !may_close || now.since(word.since) >= lasts;
+                let is_over = word.is_over(may_close, bounds, now);
                 over += usize::from(is_over || mutant::is("fence-holds-before-the-lease-is-over"));
             }
         }
@@ -310,7 +354,12 @@ mod tests {
             let word = |replica: &ReplicaRecord| {
                 let at = known.iter().position(|pool| *pool == replica.pool)?;
                 let (epoch, ms) = words.get(at)?;
-                Some(Promised { epoch: Epoch(*epoch), since: ago(*ms), is_silent: false })
+                Some(Promised {
+                    epoch: Epoch(*epoch),
+                    since: ago(*ms),
+                    is_silent: false,
+                    closed_since: None,
+                })
             };
             check_ended(&volume, 7, word, BOUNDS, now)
         };
@@ -326,7 +375,7 @@ mod tests {
     /// The word of all pools, for so long.
     fn word(epoch: u64, ms: u64, is_silent: bool) -> impl Fn(&ReplicaRecord) -> Option<Promised> {
         let since = Time::from_millis(3_600_000) - Duration::from_millis(ms);
-        move |_| Some(Promised { epoch: Epoch(epoch), since, is_silent })
+        move |_| Some(Promised { epoch: Epoch(epoch), since, is_silent, closed_since: None })
     }
 
     fn ended(
@@ -424,8 +473,52 @@ mod tests {
         }
         assert!(last_epoch(&volume, |node| node == "n0").is_some());
         assert!(volume.grants.former.len() <= 64);
-        volume.phase = crate::records::VolumePhase::Deleting;
-        assert_eq!(last_epoch(&volume, |node| node == "n0"), None);
+    }
+
+    #[test]
+    fn a_session_that_its_target_closed_is_over_at_once_and_one_that_broke_off_after_its_lease() {
+        crate::break_a_rule();
+        let mut volume = fenced_volume();
+        volume.grants.fenced_at_once = false;
+        let closed = |epoch, ms, is_silent| {
+            let word = word(epoch, 5000, is_silent);
+            let since = Some(Time::from_millis(3_600_000) - Duration::from_millis(ms));
+            move |replica: &ReplicaRecord| Some(Promised { closed_since: since, ..word(replica)? })
+        };
+        assert_eq!(ended(&volume, 7, closed(8, 0, true)), Ok(8));
+        assert!(ended(&volume, 7, closed(7, 0, true)).is_err(), "it may be opened again");
+        assert!(ended(&volume, 7, closed(8, 1999, false)).is_err());
+        assert_eq!(ended(&volume, 7, closed(8, 2000, false)), Ok(8));
+    }
+
+    #[test]
+    fn a_volume_that_is_being_deleted_has_its_servers_until_the_leases_on_what_is_removed_are_over()
+    {
+        let mut volume = fenced_volume();
+        volume.grants.fenced_at_once = false;
+        volume.begin_deletion();
+        assert_eq!(last_epoch(&volume, |node| node == "h1"), Some(7));
+        assert!(ended(&volume, 7, word(8, 3000, false)).is_err());
+        cut_deleted(&mut volume, Term::default()).unwrap();
+        assert_eq!((volume.opened.epoch, volume.grants.fenced_at_once), (9, true));
+        let removed = |ms| {
+            let since = Time::from_millis(3_600_000) - Duration::from_millis(ms);
+            move |_: &ReplicaRecord| Some(Promised::removed(since))
+        };
+        assert!(ended(&volume, 7, removed(1999)).is_err());
+        assert_eq!(ended(&volume, 7, removed(2000)), Ok(9));
+        volume.replicas.clear();
+        assert_eq!(ended(&volume, 7, |_| None), Ok(9), "its pools were given up");
+        volume.grants.end_below(9);
+        assert_eq!(named(&volume), []);
+        let mut lent = fenced_volume();
+        lent.opened.epoch = 10;
+        lent.begin_deletion();
+        cut_deleted(&mut lent, Term::default()).unwrap();
+        assert!(!lent.is_granted() && lent.grants.fenced_at_once);
+        let once = lent.clone();
+        cut_deleted(&mut lent, Term::default()).unwrap();
+        assert_eq!(lent, once);
     }
 
     #[test]
@@ -440,7 +533,8 @@ mod tests {
         let silent = |count: usize| {
             let word = |replica: &ReplicaRecord| {
                 let is_silent = pools[..count].contains(&replica.pool);
-                Some(Promised { epoch: Epoch(1), since: Time::from_millis(1), is_silent })
+                let since = Time::from_millis(1);
+                Some(Promised { epoch: Epoch(1), since, is_silent, closed_since: None })
             };
             is_silent(&volume, word)
         };

@@ -842,6 +842,7 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, Rep
         record_generation: report.record_generation,
         promised: Epoch(report.promised_epoch),
         promised_since: time::now(),
+        closed_since: (report.state == "closed").then(time::now),
         reclaimed: report.reclaimed,
         hearing: match report.hearing() {
             replica_report::Hearing::Unknown => Hearing::Unknown,

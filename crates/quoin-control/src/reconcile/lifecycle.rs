@@ -35,6 +35,8 @@ pub struct Lifecycle {
 
 /// Reports bring on what follows from them; this is for what they and errors left over.
 const PAUSE: Duration = Duration::from_secs(5);
+/// Time between two looks at leases on a volume that is being deleted: their end is no event.
+const ENDS_SOON: Duration = Duration::from_millis(500);
 
 #[async_trait]
 impl Reconciler for Lifecycle {
@@ -50,11 +52,12 @@ impl Reconciler for Lifecycle {
             self.health().remove(volume);
             return Ok(Next::Rest);
         };
-        if self.state.check_ruling().is_ok() {
-            self.reconcile_volume(&volume).await?;
-            self.fences.left_over(&volume).await?;
+        if self.state.check_ruling().is_err() {
+            return Ok(Next::Rest);
         }
-        Ok(Next::Rest)
+        let next = self.reconcile_volume(&volume).await?;
+        self.fences.left_over(&volume).await?;
+        Ok(next)
     }
 }
 
@@ -89,8 +92,13 @@ impl Lifecycle {
         Ok(())
     }
 
-    async fn reconcile_volume(&self, volume: &Arc<VolumeRecord>) -> Result<(), Error> {
+    async fn reconcile_volume(&self, volume: &Arc<VolumeRecord>) -> Result<Next, Error> {
         let state = &self.state;
+        let is_deleting = volume.phase == VolumePhase::Deleting;
+        if is_deleting && !self.fences.deleted(volume).await? {
+            crate::volume::volumes::free_name(state, volume).await?;
+            return Ok(Next::After(ENDS_SOON));
+        }
         let answers = self.answers(volume);
         let mut trial = VolumeRecord::clone(volume);
         let mut news = Vec::new();
@@ -103,7 +111,7 @@ impl Lifecycle {
                 state.volumes.remove(&volume.id.0.to_string(), deleting).await?;
                 self.forget(volume);
                 self.verifier.forget(volume.id.0).await?;
-                return Ok(());
+                return Ok(Next::Rest);
             }
         }
         let current = if trial == **volume {
@@ -115,14 +123,15 @@ impl Lifecycle {
                 Ok(())
             };
             let (current, ()) = match state.update_volume(volume.id.0, change).await {
-                Err(Error::NotFound { .. }) => return Ok(()),
+                Err(Error::NotFound { .. }) => return Ok(Next::Rest),
                 updated => updated?,
             };
             news.into_iter().for_each(|news| self.announce(&current, news));
             current
         };
         self.announce_health(&current);
-        self.fences.former(&current).await
+        self.fences.former(&current).await?;
+        Ok(Next::Rest)
     }
 
     fn announce(&self, volume: &VolumeRecord, news: News) {

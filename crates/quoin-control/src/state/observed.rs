@@ -34,6 +34,8 @@ pub struct ReplicaSeen {
     /// The highest epoch that it has promised, and since when it says so.
     pub promised: Epoch,
     pub promised_since: Time,
+    /// Since when it says that no session is open; `None`: one is, or it does not say.
+    pub closed_since: Option<Time>,
     /// Number of the order to give space back that was carried out last.
     pub reclaimed: u64,
 }
@@ -47,9 +49,15 @@ impl ReplicaSeen {
     /// This report after the one before.
     pub fn after(self, before: Option<&Self>, now: Instant) -> Self {
         let hearing = before.map(|before| before.hearing).unwrap_or_default();
-        let same = before.filter(|before| before.promised == self.promised);
+        // A pool that removed the replica promises nothing any more, also where it had said of no promise before.
+        let is_gone = |seen: &Self| seen.state == ReplicaState::Gone;
+        let is_same = |one: &&Self| one.promised == self.promised && is_gone(one) == is_gone(&self);
+        let same = before.filter(is_same);
         let promised_since = same.map_or(time::of(now), |before| before.promised_since);
-        Self { hearing: self.hearing.after(hearing, time::of(now)), promised_since, ..self }
+        let closed_before = before.and_then(|before| before.closed_since);
+        let closed_since = self.closed_since.map(|_| closed_before.unwrap_or(time::of(now)));
+        let hearing = self.hearing.after(hearing, time::of(now));
+        Self { hearing, promised_since, closed_since, ..self }
     }
 }
 

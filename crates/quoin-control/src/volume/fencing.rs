@@ -67,6 +67,20 @@ impl Fences {
         self.change_if_there(volume.id.0, end).await
     }
 
+    /// Cuts the sessions of a volume whose deletion was ordered. Returns true once nothing of it is
+    /// acknowledged any more: until then its record says whose targets may.
+    pub(crate) async fn deleted(&self, volume: &VolumeRecord) -> Result<bool, Error> {
+        let term = self.state.term();
+        if network_fences::is_deleted_in_use(volume) {
+            let cut = |volume: &mut VolumeRecord| Ok(network_fences::cut_deleted(volume, term)?);
+            self.change_if_there(volume.id.0, cut).await?;
+        }
+        let found = self.state.volumes.get(&volume.id.0.to_string());
+        let last = found.as_ref().and_then(|found| network_fences::last_epoch(found, |_| true));
+        let (Some(volume), Some(last)) = (found, last) else { return Ok(true) };
+        Ok(check_ended(&self.state, &volume, last).is_ok())
+    }
+
     async fn change_if_there(
         &self,
         id: VolumeId,

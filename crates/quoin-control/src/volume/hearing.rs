@@ -10,7 +10,7 @@ use quoin_replication::replica::{FENCED_SESSION, LEASE_MS};
 use quoin_types::Epoch;
 
 use crate::state::events::Severity;
-use crate::state::observed::Observed;
+use crate::state::observed::{Observed, ReplicaState};
 use crate::state::{State, about};
 use crate::time;
 
@@ -42,8 +42,12 @@ pub(crate) fn check_silent(
 fn promised(state: &State, observed: &Observed, replica: &ReplicaRecord) -> Option<Promised> {
     let pool = observed.heard_pool(&replica.pool, state.settings.offline_after)?;
     let seen = pool.replicas.get(&replica.guid.0)?;
+    if seen.state == ReplicaState::Gone {
+        return Some(Promised::removed(seen.promised_since));
+    }
     let is_silent = matches!(seen.hearing, Hearing::Silent(_));
-    Some(Promised { epoch: seen.promised, since: seen.promised_since, is_silent })
+    let (since, closed_since) = (seen.promised_since, seen.closed_since);
+    Some(Promised { epoch: seen.promised, since, is_silent, closed_since })
 }
 
 /// Checks that nothing is acknowledged any more under this epoch of a volume and earlier ones. Returns what

@@ -208,6 +208,8 @@ pub struct SimPool {
     pub promised: HashMap<String, u64>,
     /// Word of it that no target's lease lives.
     pub is_silent: bool,
+    /// No target has a replica open.
+    pub is_closed: bool,
     /// GUIDs of those that share blocks with their source.
     pub clones: std::collections::HashSet<String>,
     born: Vec<String>,
@@ -230,6 +232,7 @@ impl SimPool {
             holds: HashMap::new(),
             promised: HashMap::new(),
             is_silent: false,
+            is_closed: false,
             clones: Default::default(),
             born: Vec::new(),
             told: Vec::new(),
@@ -288,7 +291,12 @@ impl SimPool {
                 replica_id: replica.clone(),
                 guid: guid.clone(),
                 volume_id: volume.clone(),
-                state: if held.is_some() { "created" } else { "gone" }.into(),
+                state: match held {
+                    None => "gone",
+                    Some(_) if self.is_closed => "closed",
+                    Some(_) => "created",
+                }
+                .into(),
                 quorum: held.is_some_and(|held| held.1),
                 is_clone: self.clones.contains(guid),
                 used_bytes: held.map_or(0, |_| self.replica_bytes),

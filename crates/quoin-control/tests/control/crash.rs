@@ -62,6 +62,12 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
             let volume = cluster.volume("db");
             assert_eq!((volume.size_bytes, volume.membership.retired.len()), (2 * GIB, 1));
             cluster.controller.volumes.attachments.unpublish(db.as_ref(), "n1").await?;
+            // Its target closes it in order: nobody's lease is waited for later.
+            cluster
+                .pools
+                .iter_mut()
+                .for_each(|pool| (pool.is_closed, pool.is_silent) = (true, true));
+            cluster.settle().await?;
         }
         9 => {
             for volume in cluster.controller.volumes.catalog.list(0, "")?.0 {

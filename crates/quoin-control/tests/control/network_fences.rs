@@ -262,6 +262,49 @@ async fn a_volume_that_was_closed_before_delays_no_fence_when_its_pools_are_away
     cluster.fence(&[BLOCK]).await.unwrap();
 }
 
+#[tokio::test]
+async fn a_detached_volume_that_its_target_closed_is_over_at_once_and_one_that_may_be_open_is_not()
+{
+    let mut cluster = opened().await;
+    let attachments = &cluster.controller.volumes.attachments;
+    attachments.detach(by_name("db").as_ref(), "n1", false).await.unwrap();
+    cluster.pools.iter_mut().for_each(|pool| pool.is_silent = true);
+    cluster.pools_report().await;
+    cluster.settle().await.unwrap();
+    let detached = cluster.volume("db");
+    assert!(detached.grants.ended < detached.opened.epoch, "a session may be open: {detached:?}");
+    cluster.pools.iter_mut().for_each(|pool| pool.is_closed = true);
+    cluster.pools_report().await;
+    cluster.settle().await.unwrap();
+    let closed = cluster.volume("db");
+    assert_eq!(closed.grants.ended, closed.opened.epoch);
+    assert!(!closed.grants.fenced_at_once, "nothing was cut");
+    cluster.fence(&[BLOCK]).await.unwrap();
+    assert_eq!(cluster.volume("db").grants, closed.grants, "a fence has nothing to do there");
+}
+
+#[tokio::test]
+async fn a_fence_waits_for_leases_on_a_volume_whose_deletion_was_ordered_and_its_record_is_kept_so_long()
+ {
+    let mut cluster = opened().await;
+    let attachments = &cluster.controller.volumes.attachments;
+    attachments.detach(by_name("db").as_ref(), "n1", false).await.unwrap();
+    cluster.controller.volumes.catalog.delete(by_name("db").as_ref()).await.unwrap();
+    let refused = cluster.fence(&[BLOCK]).await.unwrap_err();
+    assert!(refused.to_string().contains("pools of volume db"), "{refused}");
+    // The replicas are gone, and answers of theirs may still be on their way.
+    let began = tokio::time::Instant::now();
+    cluster.pools_report().await;
+    cluster.settle().await.unwrap();
+    let refused = cluster.fence(&[BLOCK]).await.unwrap_err();
+    assert!(refused.to_string().contains("lease on volume db"), "{refused}");
+    cluster.controller.volumes.network_fences.add(&words(&[BLOCK])).await.unwrap();
+    let took = began.elapsed();
+    assert!(took >= Duration::from_millis(1900), "the lease was not waited for: {took:?}");
+    cluster.settle().await.unwrap();
+    assert!(cluster.store.keys("volume/").is_empty(), "it is deleted now");
+}
+
 /// A target that is stopped would go on under its grant, before it hears of the fence.
 #[tokio::test]
 async fn a_target_that_does_not_answer_is_cut_before_a_fence_of_its_clients_holds() {
