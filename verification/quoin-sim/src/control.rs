@@ -8,7 +8,7 @@ use quoin_cluster::Refusal;
 use quoin_cluster::mirror::Keepsake;
 use quoin_cluster::ownership::epochs::{self, Acquire, MembershipSwap};
 use quoin_cluster::ownership::{
-    attachment, change, lending, lifecycle, mirrored, recovery, replicas,
+    attachment, change, lending, lifecycle, mirrored, network_fences, recovery, replicas,
 };
 use quoin_cluster::records::{
     Cause, MembershipRecord, Replay, ReplicaPhase, ReplicaRecord, Spec, VolumeMirror, VolumePhase,
@@ -153,6 +153,20 @@ impl Record {
             .change(|volume, term| attachment::detach(volume, "", at_once, term))
             .and_then(|_| self.publish(host));
         // Where no epoch is left in the term, all stays as it is.
+        changed.is_ok() && self.volume.grants.fenced > fenced
+    }
+
+    /// The node of a host is fenced: what it was granted is taken back, and sessions that may still be closed
+    /// in their time are cut. Returns true if another fence came of it.
+    pub fn fence_node(&mut self, host: usize) -> bool {
+        let (fenced, node) = (self.volume.grants.fenced, node_name(host));
+        let changed = self.change(|volume, term| {
+            network_fences::take_back(volume, &node, term)?;
+            match network_fences::last_epoch(volume, |name| name == node) {
+                Some(_) => network_fences::cut(volume, term),
+                None => Ok(()),
+            }
+        });
         changed.is_ok() && self.volume.grants.fenced > fenced
     }
 

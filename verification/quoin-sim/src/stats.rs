@@ -73,6 +73,8 @@ counters! {
     ControlCounts {
         /// Fences that were delivered to pools.
         fences,
+        /// Fences of a host's network.
+        network_fences,
         terms,
         /// Terms of a number that another controller began at the same time.
         rival_terms,
@@ -191,6 +193,7 @@ impl fmt::Display for Summary {
         writeln!(f, "checked IOs per CPU second   {rate:>12.0}")?;
         writeln!(f, "epochs granted / served      {:>12} / {}", s.opens.epochs, s.opens.servings)?;
         writeln!(f, "epochs taken back, as heard  {:>12}", s.control.fences)?;
+        writeln!(f, "networks fenced              {:>12}", s.control.network_fences)?;
         writeln!(
             f,
             "terms begun / by two at once {:>12} / {}",

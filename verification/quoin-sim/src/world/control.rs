@@ -119,6 +119,11 @@ impl World {
             self.schedule.after(delay, Event::Answered { target, life, number, answer });
             return;
         }
+        // It may ask again.
+        if matches!(question, Question::Acquire { .. }) && self.control.fences.refuses(target) {
+            let refused = || format!("target {target} is fenced, and is granted nothing");
+            return self.trace.line(self.schedule.now(), refused);
+        }
         let before = self.control.record.epoch;
         // An old copy of the record is not changed.
         if self.control.backup.is_some() && matches!(question, Question::Swap { .. }) {
@@ -153,6 +158,7 @@ impl World {
         };
         if let Answer::Granted { incarnation, epoch, .. } = &answer {
             self.note_grant(false, *incarnation, *epoch);
+            self.fence_former(target);
         }
         if self.setup.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
             self.control.record.edit(|volume| volume.opened.epoch = before.0);

@@ -444,6 +444,9 @@ impl World {
     pub(super) fn failover(&mut self) -> bool {
         let old = self.control.record.owner;
         let new = 1 - old;
+        if self.control.fences.refuses(new) {
+            return false;
+        }
         self.recover_elsewhere();
         self.give_volume_to(new);
         self.trace.line(self.schedule.now(), || format!("target {new} is to own the volume"));
@@ -648,6 +651,7 @@ impl World {
         self.restore_record();
         self.control.lossy = false;
         self.control.late = false;
+        self.end_network_fences();
         for host in 0..self.hosts.clocks.len() {
             self.hosts.powered[host] = true;
             self.set_clock_rate(host, RATE_EXACT);

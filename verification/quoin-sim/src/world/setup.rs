@@ -493,6 +493,7 @@ impl World {
             }
             self.schedule.at(planned.at, Event::Fault(planned));
         }
+        self.plan_network_fence();
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
         self.plan_operators();
         self.plan_recovery();

@@ -1,5 +1,6 @@
 //! Nothing is opened by a grant that was taken back, and what was open ends in its time. Once a fence of the
-//! nodes that had the volume before would be answered, their targets answer nothing any more.
+//! nodes that had the volume before, or of a node that is fenced by its network, would be answered, their targets
+//! answer nothing any more.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use quoin_types::message::FromReplica;
 use quoin_types::{Epoch, SessionKey, Time};
 
 use super::{Broken, Checker, Observation, Scene, broken};
+use crate::control::node_name;
 
 #[derive(Default)]
 pub(crate) struct FenceRules {
@@ -93,6 +95,8 @@ pub(crate) struct FormerTargets {
     words: BTreeMap<u128, Promised>,
     /// Nothing is answered any more under this epoch and earlier ones.
     over: u64,
+    /// Number of the fence of a network that was answered last: nothing is answered any more by its host.
+    answered: u64,
 }
 
 impl FormerTargets {
@@ -102,18 +106,29 @@ impl FormerTargets {
             let Some(process) = &pool.process else { continue };
             let Some(replica) = &process.replica else { continue };
             let is_silent = !replica.hears_target(scene.local(pool.host));
-            let word = Promised { epoch: process.promised, since: now, is_silent };
+            let closed_since = (!replica.is_open()).then_some(now);
+            let word = Promised { epoch: process.promised, since: now, is_silent, closed_since };
             let before = self.words.entry(pool.member.guid.0).or_insert(word);
             let since = if before.epoch == word.epoch { before.since } else { now };
-            *before = Promised { since, ..word };
+            let closed_since = closed_since.map(|now| before.closed_since.unwrap_or(now));
+            *before = Promised { since, closed_since, ..word };
         }
         let volume = scene.control.record.volume();
-        let Some(last) = network_fences::last_former_epoch(volume) else { return };
         let lease = Duration::from_millis(scene.setup.config.lease_ms.into());
         let bounds = Bounds { lease, closing: FENCED_SESSION };
         let word = |replica: &ReplicaRecord| self.words.get(&replica.guid.0.0).copied();
-        if network_fences::check_ended(volume, last, word, bounds, now).is_ok() {
+        let has_ended = |last| network_fences::check_ended(volume, last, word, bounds, now).is_ok();
+        if let Some(last) = network_fences::last_former_epoch(volume)
+            && has_ended(last)
+        {
             self.over = self.over.max(last);
+        }
+        if let Some(fence) = scene.control.fences.of_network() {
+            let node = node_name(fence.host);
+            let last = network_fences::last_epoch(volume, |name| name == node);
+            if last.is_none_or(has_ended) {
+                self.answered = fence.number;
+            }
         }
     }
 }
@@ -132,6 +147,11 @@ impl Checker for FormerTargets {
                     "target {target} answers in epoch {epoch} after a fence of all up to {} held",
                     Epoch(self.over)
                 );
+                return broken("FenceHolds", detail);
+            }
+            let fence = scene.control.fences.of_network();
+            if fence.is_some_and(|f| f.host == target && f.number == self.answered) {
+                let detail = format!("target {target} answers after a fence of its network held");
                 return broken("FenceHolds", detail);
             }
         }
