@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -18,6 +19,9 @@ pub const HOSTS: [&str; 6] = ["control", "pool-a", "pool-b", "pool-c", "node", "
 /// The pool that has a small disk of its own, where possible.
 const SMALL_DISK_POOL: &str = "pool-b";
 const POOL_CAPACITY: &str = "6GiB";
+/// Addresses of the health of the node's process and of the attach process, on their host.
+pub const NODE_HTTP: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7511);
+pub const ATTACH_HTTP: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7512);
 const START_BUDGET: Duration = Duration::from_secs(60);
 const STOP_BUDGET: Duration = Duration::from_secs(30);
 
@@ -168,11 +172,14 @@ impl Cluster {
                 &csi,
                 "--mode",
                 mode,
+                "--http",
+                &NODE_HTTP.to_string(),
             ],
         )?;
         if attach {
             cluster.add("holder", "node", &["attach-holder", "--run", &path("run")])?;
-            cluster.add("attach", "node", &["attach", "--run", &path("run")])?;
+            let http = ATTACH_HTTP.to_string();
+            cluster.add("attach", "node", &["attach", "--run", &path("run"), "--http", &http])?;
         }
         cluster.wait("three pools online", |c| {
             let pools = c.json(&["pool", "list"])?;
@@ -309,6 +316,20 @@ impl Cluster {
         Ok(socket)
     }
 
+    /// Attaches a volume to the node, and returns its address there. A target that was given no processor for
+    /// the time of a lease ends its connections: a user makes the command again.
+    pub fn attach(&self, name: &str, how: &[&str]) -> Result<String> {
+        let (began, arguments) = (Instant::now(), [&["volume", "attach", name], how].concat());
+        loop {
+            match self.command(&arguments) {
+                Err(_) if began.elapsed() < START_BUDGET => {
+                    std::thread::sleep(Duration::from_millis(200));
+                }
+                attached => return attached,
+            }
+        }
+    }
+
     /// Makes a volume, attaches it, and returns its id.
     pub fn volume(&self, name: &str, size: &str, how: &[&str]) -> Result<String> {
         self.command(&[
@@ -322,7 +343,7 @@ impl Cluster {
             "--block-size",
             "512",
         ])?;
-        self.command(&[&["volume", "attach", name], how].concat())?;
+        self.attach(name, how)?;
         let volume = self.json(&["volume", "get", name])?;
         Ok(volume["id"].as_str().context("the volume's id")?.to_owned())
     }

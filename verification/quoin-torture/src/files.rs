@@ -13,6 +13,7 @@ use crate::cluster::Cluster;
 const ROUND_BUDGET: Duration = Duration::from_secs(240);
 
 pub struct Files {
+    volume: String,
     device: String,
     mount: PathBuf,
     xfs: bool,
@@ -37,13 +38,21 @@ impl Files {
     pub fn make(cluster: &Cluster, name: &str, xfs: bool) -> Result<Self> {
         cluster.volume(name, "768MiB", &[])?;
         // A volume that is attached already: the same command prints its device.
-        let device = cluster.command(&["volume", "attach", name])?.trim().to_owned();
+        let device = cluster.attach(name, &[])?.trim().to_owned();
         let (program, force) = if xfs { ("mkfs.xfs", "-f") } else { ("mkfs.ext4", "-F") };
         run(Command::new(program).args(["-q", force, &device]))?;
         let mount = cluster.directory.join(format!("mnt-{name}"));
         std::fs::create_dir_all(&mount)?;
-        let mut files =
-            Self { device, mount, xfs, mounted: false, fio: None, rounds: 0, checks: 0 };
+        let mut files = Self {
+            volume: name.to_owned(),
+            device,
+            mount,
+            xfs,
+            mounted: false,
+            fio: None,
+            rounds: 0,
+            checks: 0,
+        };
         files.mount()?;
         Ok(files)
     }
@@ -95,6 +104,24 @@ impl Files {
 
     /// Lets fio end, unmounts, checks, mounts again.
     pub fn check(&mut self) -> Result<()> {
+        self.end_and_check()?;
+        self.mount()
+    }
+
+    /// Lets fio end, unmounts, checks, and detaches the volume.
+    pub fn leave(&mut self, cluster: &mut Cluster) -> Result<()> {
+        self.end_and_check()?;
+        let detach = ["volume", "detach", self.volume.as_str()];
+        cluster.wait("a volume is detached", |cluster| cluster.command(&detach).map(|_| true))
+    }
+
+    /// Attaches the volume again, and mounts it.
+    pub fn come_back(&mut self, cluster: &mut Cluster) -> Result<()> {
+        self.device = cluster.attach(&self.volume, &[])?.trim().to_owned();
+        self.mount()
+    }
+
+    fn end_and_check(&mut self) -> Result<()> {
         if let Some((mut child, _)) = self.fio.take() {
             let began = Instant::now();
             let status = loop {
@@ -119,7 +146,7 @@ impl Files {
             run(Command::new("e2fsck").args(["-fn", &self.device]))?;
         }
         self.checks += 1;
-        self.mount()
+        Ok(())
     }
 }
 

@@ -4,9 +4,10 @@
 //! attach process; and, where hosts have networks of their own, a sixth with the target of another
 //! node. They have a raw volume whose clients record a history that is checked, another one that
 //! both nodes share and write, and, as root with FUSE, an ext4 and an xfs file system on which fio
-//! writes and verifies and which are checked at each stop. Faults are drawn from a seed. The report
-//! has the faults, the checks, the longest turn of each pool's thread, the longest pause of a
-//! client, and the lost data (none, or the run fails).
+//! writes and verifies and which are checked at each stop, and volumes that an orchestrator uses by CSI
+//! while their host is damaged ([`pods`]). Faults are drawn from a seed. The report has the faults, the
+//! checks, the longest turn of each pool's thread, the longest pause of a client, and the lost data (none,
+//! or the run fails).
 //!
 //! With `--upgrade-from` the same cluster and clients run through upgrades and downgrades instead
 //! of faults. With `--hosts` another cluster has hosts that are lost and return ([`hosts`]).
@@ -18,6 +19,7 @@ mod faults;
 mod files;
 mod hosts;
 mod network;
+mod pods;
 mod turns;
 mod upgrade;
 
@@ -36,6 +38,7 @@ use crate::cluster::Cluster;
 use crate::faults::{Fault, Injected};
 use crate::files::Files;
 use crate::hosts::HostOptions;
+use crate::pods::{Damage, Pods};
 use crate::turns::Turns;
 
 /// Tortures real Quoin processes and checks every byte
@@ -50,6 +53,13 @@ struct Options {
     /// Only these faults, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', value_name = "FAULTS")]
     only: Vec<Fault>,
+    /// Only these damages of the node's host, separated by commas: to volumes that an orchestrator uses by
+    /// CSI, and has healed. Needs root, /dev/fuse and loop devices
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "DAMAGES")]
+    damages: Vec<Damage>,
+    /// No damages of hosts, and no volumes that are used by CSI
+    #[arg(long, conflicts_with = "damages")]
+    no_damages: bool,
     /// The binary to torture
     #[arg(long, value_name = "FILE")]
     quoin: PathBuf,
@@ -60,8 +70,8 @@ struct Options {
     /// Do not go back: the older version cannot open what the newer one has written
     #[arg(long, requires = "upgrade_from")]
     forward_only: bool,
-    /// No file systems, only the raw volume
-    #[arg(long)]
+    /// No file systems and no damages of hosts, only the raw volume
+    #[arg(long, conflicts_with = "damages")]
     no_files: bool,
     #[command(flatten)]
     hosts: HostOptions,
@@ -126,6 +136,7 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     let older = options.upgrade_from.as_ref().map(|older| older.canonicalize());
     let older = older.transpose().context("--upgrade-from")?;
     let first = older.as_ref().unwrap_or(&quoin);
+    let before = pods::Before::look();
     let mut cluster = Cluster::start(first, directory, files_possible, older.is_none())?;
     match &cluster.network {
         None => println!("all on loopback (no root or no `ip`): links are not harmed"),
@@ -148,6 +159,10 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
         files.push(Files::make(&cluster, "ext4", false)?);
         files.push(Files::make(&cluster, "xfs", true)?);
     }
+    let mut pods = match files_possible && older.is_none() && !options.no_damages {
+        true => Some(Pods::start(&mut cluster)?),
+        false => None,
+    };
     let (mut injected, mut turns) = (Injected::default(), Turns::default());
     let done = match &older {
         Some(older) => {
@@ -156,10 +171,11 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
         }
         None => {
             let drawn = (&mut injected, &mut rng);
-            rounds(options, &mut cluster, &clients, &mut files, &mut turns, drawn)
+            let used = (&mut files[..], pods.as_mut());
+            rounds(options, &mut cluster, &clients, used, &mut turns, drawn)
         }
     };
-    let outcome = done.and_then(|()| end(&mut cluster, clients, &mut files));
+    let outcome = done.and_then(|()| end(&mut cluster, clients, &mut files, pods.as_mut()));
     turns.look(&cluster);
     turns.print();
     let file_rounds: u64 = files.iter().map(|f| f.rounds).sum();
@@ -167,7 +183,21 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     for one in &injected.0 {
         println!("{:<18} {:>6}", format!("{:?}", one.0), one.1);
     }
+    if let Some(pods) = &pods {
+        for (damage, times) in &pods.happened {
+            println!("{:<18} {times:>6}", format!("{damage:?}"));
+        }
+    }
     let judgement = outcome?;
+    if let Some(pods) = &pods {
+        println!(
+            "{} damages of the host, {} heals, the longest {:.1} s, {} writes of workloads",
+            pods.happened.values().sum::<u64>(),
+            pods.heals,
+            pods.longest_heal.as_secs_f64(),
+            pods.writes
+        );
+    }
     println!(
         "{} faults, {} IOs checked ({} blocks undecided), {file_rounds} rounds of fio verified, \
          {file_checks} file system checks clean",
@@ -187,6 +217,10 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
             cluster.command(&["volume", "detach", "shared", "--node", node])?;
         }
     }
+    if files_possible && older.is_none() {
+        pods::nothing_is_left(&mut cluster, &before)?;
+        println!("nothing is left on the host");
+    }
     cluster.stop();
     Ok(())
 }
@@ -195,7 +229,7 @@ fn rounds(
     options: &Options,
     cluster: &mut Cluster,
     clients: &[Clients],
-    files: &mut [Files],
+    (files, mut pods): (&mut [Files], Option<&mut Pods>),
     turns: &mut Turns,
     (injected, rng): (&mut Injected, &mut ChaCha8Rng),
 ) -> Result<()> {
@@ -204,6 +238,20 @@ fn rounds(
     while began.elapsed() < lasts && !INTERRUPTED.load(Ordering::SeqCst) {
         files.iter_mut().try_for_each(Files::tend)?;
         turns.look(cluster);
+        if let Some(pods) = pods.as_deref_mut() {
+            pods.check()?;
+            let damages_alone = !options.damages.is_empty() && options.only.is_empty();
+            if damages_alone || rng.random_range(0..3) == 0 {
+                let damage = pods::draw(rng, &options.damages)?;
+                // A replica that is behind is a condition of the volume too, which no node heals.
+                heal(cluster, clients)?;
+                println!("[{:>6.1} s] {damage:?}", began.elapsed().as_secs_f64());
+                let happened = pods.happen(damage, cluster, files, rng);
+                happened.with_context(|| format!("{damage:?}"))?;
+                pods.flows(FLOW_BUDGET).with_context(|| format!("after {damage:?}"))?;
+                continue;
+            }
+        }
         let fault = faults::draw(rng, cluster, &options.only)?;
         println!(
             "[{:>6.1} s] {fault:?}; {} IOs checked",
@@ -213,6 +261,9 @@ fn rounds(
         injected.inject(fault, cluster, rng)?;
         for of_volume in clients {
             of_volume.flows(FLOW_BUDGET).with_context(|| format!("after {fault:?}"))?;
+        }
+        if let Some(pods) = pods.as_deref_mut() {
+            pods.flows(FLOW_BUDGET).with_context(|| format!("after {fault:?}"))?;
         }
         // Sometimes the next fault is injected before the cluster has healed from this one.
         if rng.random_range(0..3) != 0 {
@@ -241,9 +292,13 @@ fn end(
     cluster: &mut Cluster,
     clients: Vec<Clients>,
     files: &mut [Files],
+    pods: Option<&mut Pods>,
 ) -> Result<client::Judgement> {
     println!("now nothing more is done: everything must heal, be whole and agree");
     heal(cluster, &clients)?;
+    if let Some(pods) = pods {
+        pods.end(cluster)?;
+    }
     files.iter_mut().try_for_each(Files::check)?;
     let mut all = client::Judgement::default();
     for of_volume in clients {

@@ -71,7 +71,13 @@ fn bound(histogram: &Histogram, turns: u64) -> f64 {
 }
 
 fn read(cluster: &Cluster, pool: &str, address: SocketAddr) -> Result<Histogram> {
-    let host = cluster.network.as_ref().map(|network| network.namespace(pool));
+    Ok(parse(&get(cluster, pool, address, "/metrics")?))
+}
+
+/// Returns the answer of a process on a host of the cluster, with its head.
+pub fn get(cluster: &Cluster, host: &str, address: SocketAddr, path: &str) -> Result<String> {
+    let host = cluster.network.as_ref().map(|network| network.namespace(host));
+    let request = format!("GET {path} HTTP/1.1\r\nHost: quoin\r\nConnection: close\r\n\r\n");
     // A thread of its own: it enters that host's namespace and does not return.
     let thread = std::thread::spawn(move || -> Result<String> {
         if let Some(host) = host {
@@ -82,13 +88,12 @@ fn read(cluster: &Cluster, pool: &str, address: SocketAddr) -> Result<Histogram>
         }
         let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: pool\r\nConnection: close\r\n\r\n")?;
+        stream.write_all(request.as_bytes())?;
         let mut text = String::new();
         stream.read_to_string(&mut text)?;
         Ok(text)
     });
-    let text = thread.join().ok().context("the thread that reads metrics")??;
-    Ok(parse(&text))
+    thread.join().ok().context("the thread that reads metrics")?
 }
 
 fn parse(text: &str) -> Histogram {
