@@ -21,6 +21,7 @@ use tonic::transport::Channel;
 
 use crate::common::{Cluster, Place, User as Person};
 use crate::returned_host::Host;
+use crate::support::orchestrator as dr;
 use crate::support::*;
 
 const KEY: &str = "correct horse battery staple";
@@ -650,6 +651,40 @@ fn a_heal_touches_nothing_of_other_nodes_and_serves_no_cache_of_before_another_n
         orchestrator.end_use(used);
         orchestrator.take_from_node(used);
     }
+}
+
+/// A demotion by force, as in a failover, under the volume's user.
+#[test]
+fn a_volume_that_became_a_copy_under_its_user_is_told_so_and_nothing_is_taken_from_it() {
+    if !can_attach() || !have("mkfs.ext4") {
+        return;
+    }
+    let scratch = Scratch::new("heals-of-a-copy");
+    let dev = Dev::start(&scratch.cluster(), &["--peer", "--pools", "1", "--pool-size", "1GiB"]);
+    dev.wait_for_line("A second cluster is up");
+    let orchestrator = Orchestrator::new(&dev, &scratch.0);
+    let runtime = dr::runtime();
+    let side = dr::Side::of(&runtime, dev.directory.clone(), orchestrator.node.clone());
+    let source = dr::volume(&side.create("db", None));
+    let used = orchestrator.use_volume(&dev, "db", mounted(""));
+    let file = format!("{}/file", used.target);
+    write_synced(&file, "kept");
+    dr::retried("it is primary", || side.turn_primary(&source, "refuse"));
+    orchestrator.healed(&used, "a primary is well");
+    let user = User::of(&file);
+    dr::retried("DemoteVolume", || side.demote(&source, true));
+    let told = eventually("it is a copy now", || {
+        let told = orchestrator.heal(&used);
+        told.message.contains("BecameCopy").then_some(told)
+    });
+    assert!(told.abnormal && told.message.contains("promote this one"), "{told:?}");
+    assert!(told.message.contains("not this node's to change"), "{told:?}");
+    assert!(!told.message.contains("this call"), "{told:?}");
+    assert_eq!((mounts_at(&used.staging), mounts_at(&used.target)), (1, 1));
+    drop(user);
+    orchestrator.end_use(&used);
+    orchestrator.take_from_node(&used);
+    dev.stop();
 }
 
 /// Heals of each kind in a row, beside a volume that is used without its node's devices. `QUOIN_HEALS`: how many of
