@@ -11,6 +11,7 @@ use crate::cluster::Cluster;
 
 /// Longest round of fio; a longer one counts as stalled.
 const ROUND_BUDGET: Duration = Duration::from_secs(240);
+const FREE_BUDGET: Duration = Duration::from_secs(120);
 
 pub struct Files {
     volume: String,
@@ -121,6 +122,20 @@ impl Files {
         self.mount()
     }
 
+    /// A program of this machine that has a mount table of its own may have copied the mount: the file system is
+    /// at rest once the last copy is gone.
+    fn wait_until_free(&self) -> Result<()> {
+        use rustix::fs::{Mode, OFlags, open};
+        let began = Instant::now();
+        while let Err(error) = open(&self.device, OFlags::RDONLY | OFlags::EXCL, Mode::empty()) {
+            if began.elapsed() > FREE_BUDGET {
+                bail!("{} is in use after its unmount: {error}", self.device);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+
     fn end_and_check(&mut self) -> Result<()> {
         if let Some((mut child, _)) = self.fio.take() {
             let began = Instant::now();
@@ -140,6 +155,7 @@ impl Files {
             self.rounds += 1;
         }
         self.unmount()?;
+        self.wait_until_free()?;
         if self.xfs {
             run(Command::new("xfs_repair").args(["-n", &self.device]))?;
         } else {

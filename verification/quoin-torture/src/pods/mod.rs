@@ -413,5 +413,5 @@ fn retried(cluster: &mut Cluster, what: &str, call: impl Fn() -> Result<()>) -> 
 
 /// Waits until the holder has the devices: until then another death of the attach process takes them along.
 fn wait_for_holder(cluster: &mut Cluster) -> Result<()> {
-    cluster.wait("the holder keeps the devices", |cluster| left::is_held(cluster))
+    cluster.wait("the holder keeps the devices", left::is_held)
 }
