@@ -116,6 +116,26 @@ fn catch_interrupts() {
     unsafe { libc::signal(libc::SIGINT, note as *const () as libc::sighandler_t) };
 }
 
+/// Gives this process a mount table of its own. Another program of the machine that copies the table for itself
+/// would keep the mounts, and with them the file systems that are to be checked or healed.
+fn leave_mount_table() -> Result<()> {
+    // SAFETY: the process has one thread, and the arguments are constants or null where the kernel takes it.
+    let left = unsafe {
+        libc::unshare(libc::CLONE_NEWNS) == 0
+            && libc::mount(
+                std::ptr::null(),
+                c"/".as_ptr(),
+                std::ptr::null(),
+                libc::MS_REC | libc::MS_PRIVATE,
+                std::ptr::null(),
+            ) == 0
+    };
+    match left {
+        true => Ok(()),
+        false => Err(std::io::Error::last_os_error()).context("a mount table of its own"),
+    }
+}
+
 fn torture(options: &Options, directory: &Path) -> Result<()> {
     let seed = options.seed.unwrap_or_else(rand::random);
     println!("seed {seed}");
@@ -136,6 +156,9 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
     let older = options.upgrade_from.as_ref().map(|older| older.canonicalize());
     let older = older.transpose().context("--upgrade-from")?;
     let first = older.as_ref().unwrap_or(&quoin);
+    if files_possible {
+        leave_mount_table()?;
+    }
     let before = pods::Before::look();
     let mut cluster = Cluster::start(first, directory, files_possible, older.is_none())?;
     match &cluster.network {
