@@ -118,19 +118,26 @@ impl Kubernetes {
         members: Arc<Members>,
         mut shutdown: watch::Receiver<bool>,
     ) {
-        let mut was_well = true;
+        // Empty: all is well.
+        let mut told = String::new();
         loop {
             let published = self.publish(&members.pin()).await;
-            match &published {
-                Err(error) if was_well => {
-                    tracing::warn!(%error, "pods cannot join: the ConfigMap with the cluster's \
-                                            authority is not kept");
+            let problem = published.err().map(|error| error.to_string()).unwrap_or_default();
+            match problem.as_str() {
+                "" if !told.is_empty() => {
+                    tracing::info!("the authority's ConfigMap is kept again");
                 }
-                Ok(()) if !was_well => tracing::info!("the authority's ConfigMap is kept again"),
+                error if error != told => {
+                    tracing::warn!(
+                        error,
+                        "pods cannot join: the ConfigMap with the cluster's \
+                                           authority is not kept"
+                    );
+                }
                 _ => {}
             }
-            was_well = published.is_ok();
-            let pause = if was_well { PUBLISH_EVERY } else { PUBLISH_AGAIN };
+            let pause = if problem.is_empty() { PUBLISH_EVERY } else { PUBLISH_AGAIN };
+            told = problem;
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 _ = shutdown.wait_for(|stop| *stop) => return,
