@@ -27,6 +27,9 @@ const NAMED_MAX: usize = 16;
 /// Prefix of keys that sidecars add; they are not the user's.
 const FOREIGN_PREFIX: &str = "csi.storage.k8s.io/";
 
+/// Keys of sidecars, without their prefix, by which people know a volume.
+const CLAIM: [&str; 3] = ["pvc/name", "pvc/namespace", "pv/name"];
+
 /// No controller allows more (`quoin controller run --max-replicas`).
 const REPLICAS_HARD_MAX: u32 = 8;
 
@@ -135,6 +138,20 @@ fn is_mutable(key: &str) -> bool {
 /// Returns the keys that may be changed while a volume exists.
 pub fn mutable_keys() -> impl Iterator<Item = &'static str> {
     keys().filter(|key| is_mutable(key))
+}
+
+/// Returns what Kubernetes calls a volume, of the keys that its provisioner adds (`--extra-create-metadata`). It is
+/// shown to people; a value that is no name is left out.
+pub fn claim(given: &HashMap<String, String>) -> HashMap<String, String> {
+    let is_name = |text: &str| {
+        let is_of_name = |letter: u8| letter.is_ascii_alphanumeric() || b"-._".contains(&letter);
+        (1..=253).contains(&text.len()) && text.bytes().all(is_of_name)
+    };
+    let named = CLAIM.iter().filter_map(|key| {
+        let value = given.get(&format!("{FOREIGN_PREFIX}{key}")).filter(|value| is_name(value))?;
+        Some(((*key).to_owned(), value.clone()))
+    });
+    named.collect()
 }
 
 /// Returns whether a key is one that sidecars add, which Quoin ignores.
@@ -364,6 +381,11 @@ mod tests {
         }
         let foreign = of(&[("csi.storage.k8s.io/pvc/name", "claim")]);
         assert_eq!(read(&foreign).unwrap(), VolumeSpec::default());
+        assert_eq!(claim(&foreign), of(&[("pvc/name", "claim")]));
+        for no_name in ["", "a b", "\u{1b}[2J", &"x".repeat(254)] {
+            let given = of(&[("csi.storage.k8s.io/pv/name", no_name), ("pvc/name", "x")]);
+            assert_eq!(claim(&given), HashMap::new(), "{no_name:?}");
+        }
         assert_eq!(read(&HashMap::new()).unwrap(), VolumeSpec::default());
     }
 

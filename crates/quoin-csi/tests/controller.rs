@@ -105,6 +105,28 @@ async fn the_name_of_another_volume_is_refused() {
     assert_eq!(world.cluster.volumes().await.len(), 2);
 }
 
+#[tokio::test]
+async fn the_claim_of_kubernetes_is_kept_with_its_volume_and_never_compared() {
+    let mut world = World::start().await;
+    let of = |claim: &str| CreateVolumeRequest {
+        parameters: map(&[
+            ("replicas", "2"),
+            ("csi.storage.k8s.io/pvc/name", claim),
+            ("csi.storage.k8s.io/pvc/namespace", "shop"),
+            ("csi.storage.k8s.io/pv/name", "pvc-1"),
+            ("csi.storage.k8s.io/fstype", "ext4"),
+        ]),
+        ..create("pvc-1", 64 * MIB)
+    };
+    let made = world.controller.create_volume(of("orders")).await.unwrap().into_inner();
+    let again = world.controller.create_volume(of("renamed")).await.unwrap().into_inner();
+    assert_eq!(made.volume, again.volume);
+    let spec = world.cluster.volumes().await.remove(0).spec.unwrap();
+    let named = [("pvc/name", "orders"), ("pvc/namespace", "shop"), ("pv/name", "pvc-1")];
+    assert_eq!(spec.claim, map(&named));
+    assert_eq!(spec.parameters, map(&[("replicas", "2")]));
+}
+
 /// Proves CSI-CREATEVOLUME-08, CSI-CREATEVOLUME-13, CSI-CREATEVOLUME-14, CSI-CREATEVOLUME-20,
 /// CSI-CREATEVOLUME-21, CSI-CAPACITY-02, CSI-CAPACITY-04, CSI-CAPACITY-06, CSI-SOURCE-01,
 /// CSI-SOURCE-02, CSI-SOURCE-04, CSI-CREATEVOLUME-32, CSI-SECRET-02, CSI-SIZE-03,

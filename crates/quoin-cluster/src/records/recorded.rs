@@ -51,6 +51,7 @@ fn spec() -> Spec {
         parameters: words(&[("purpose", "test")]),
         accessible_topology: vec![words(&[("zone", "a")]), words(&[("zone", "b")])],
         mutable_parameters: BTreeMap::new(),
+        claim: BTreeMap::new(),
         created_options: None,
         encryption: None,
     }

@@ -25,6 +25,9 @@ pub struct Spec {
     /// CSI's mutable parameters, as the volume was made with them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub mutable_parameters: BTreeMap<String, String>,
+    /// Names of it by its orchestrator: `pvc/name` and the like. For people; a repeated creation may say otherwise.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub claim: BTreeMap<String, String>,
     /// The options that it was made with, where they were changed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_options: Option<Box<VolumeOptions>>,
@@ -44,6 +47,7 @@ impl Spec {
             accessible_topology: Vec::new(),
             encryption: None,
             mutable_parameters: BTreeMap::new(),
+            claim: BTreeMap::new(),
             created_options: None,
         }
     }
@@ -81,6 +85,7 @@ impl From<&Spec> for VolumeSpec {
             parameters: spec.parameters.clone().into_iter().collect(),
             mutable_parameters: spec.mutable_parameters.clone().into_iter().collect(),
             accessible_topology: spec.topologies(),
+            claim: spec.claim.clone().into_iter().collect(),
             encryption: spec.encryption.as_ref().map(api::Encryption::from),
             ..VolumeSpec::default()
         };

@@ -83,8 +83,11 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         return Err(Error::invalid("consistencyFactor", rule));
     }
     let accessible_topology = topology::read("accessibleTopology", &asked.accessible_topology)?;
-    let maps =
-        [("parameters", &asked.parameters), ("mutableParameters", &asked.mutable_parameters)];
+    let maps = [
+        ("parameters", &asked.parameters),
+        ("mutableParameters", &asked.mutable_parameters),
+        ("claim", &asked.claim),
+    ];
     for (field, map) in maps {
         let bytes: usize = map.iter().map(|(key, value)| key.len() + value.len()).sum();
         if bytes > MAP_BYTES_MAX {
@@ -99,6 +102,7 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         parameters: asked.parameters.clone().into_iter().collect(),
         accessible_topology,
         mutable_parameters: asked.mutable_parameters.clone().into_iter().collect(),
+        claim: asked.claim.clone().into_iter().collect(),
         encryption: encryption(asked)?,
         ..Spec::plain(&asked.name, replicas, factor)
     })

@@ -75,6 +75,7 @@ impl Controller for ControllerService {
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
         refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read_new(&request.parameters, &request.mutable_parameters)?;
+        spec.claim = parameters::claim(&request.parameters);
         let wanted = topology::of_requirement(request.accessibility_requirements.as_ref())?;
         (spec.accessible_topology, spec.preferred_topology) = (wanted.requisite, wanted.preferred);
         let key = encryption::of_new_volume(&spec, &secrets)?;

@@ -5,6 +5,7 @@ use anyhow::{Result, bail};
 use quoin_api::control::{Volume, VolumeCondition, volume_condition};
 use serde::Serialize;
 
+use super::view::claim_in_words;
 use crate::client::{Cluster, get_volume};
 use crate::output::{self, Format};
 
@@ -27,6 +28,9 @@ struct DoctorView {
     /// Facts that are worth knowing and no condition of the volume.
     notes: Vec<String>,
     contract: String,
+    /// The claim of Kubernetes that has it.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    claim: String,
 }
 
 #[derive(Serialize)]
@@ -106,8 +110,10 @@ impl From<Volume> for DoctorView {
         if !volume.changing.is_empty() {
             notes.push(format!("under way: {}", volume.changing));
         }
+        let spec = volume.spec.unwrap_or_default();
         Self {
-            name: volume.spec.map(|spec| spec.name).unwrap_or_default(),
+            claim: claim_in_words(&spec.claim.into_iter().collect()),
+            name: spec.name,
             id: volume.id,
             health: volume.health,
             well: volume.conditions.is_empty(),
@@ -120,10 +126,14 @@ impl From<Volume> for DoctorView {
 
 impl DoctorView {
     fn text(&self) -> String {
+        let name = match self.claim.as_str() {
+            "" => self.name.clone(),
+            claim => format!("{} (claim {claim})", self.name),
+        };
         let mut text = match self.conditions.len() {
-            0 => format!("volume {} is well: {}\n", self.name, self.contract),
-            1 => format!("volume {}: 1 thing is wrong\n\n", self.name),
-            n => format!("volume {}: {n} things are wrong\n\n", self.name),
+            0 => format!("volume {name} is well: {}\n", self.contract),
+            1 => format!("volume {name}: 1 thing is wrong\n\n"),
+            n => format!("volume {name}: {n} things are wrong\n\n"),
         };
         let conditions: Vec<_> = self.conditions.iter().map(ConditionView::text).collect();
         text += &conditions.join("\n");
@@ -174,5 +184,10 @@ mod tests {
         }
         let well = DoctorView::from(Volume { contract: "survives".into(), ..Volume::default() });
         assert!(well.well && well.text().contains("is well: survives"));
+        let claim = [("pvc/namespace", "shop"), ("pvc/name", "orders"), ("pv/name", "pvc-1")];
+        let claim = claim.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let spec = quoin_api::control::VolumeSpec { claim: claim.into(), ..Default::default() };
+        let claimed = DoctorView::from(Volume { spec: Some(spec), ..Volume::default() });
+        assert!(claimed.text().contains("(claim shop/orders) is well"), "{}", claimed.text());
     }
 }

@@ -35,6 +35,9 @@ pub struct VolumeView {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encryption: Option<EncryptionView>,
     pub created_at: String,
+    /// Names of it by its orchestrator: `pvc/name` and the like.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub claim: BTreeMap<String, String>,
     pub snapshots: SnapshotsView,
     /// Source that it was made from; absent: it began empty.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -314,6 +317,7 @@ impl From<Volume> for VolumeView {
         let membership = volume.membership.unwrap_or_default();
         Self {
             options: options(&spec),
+            claim: spec.claim.clone().into_iter().collect(),
             encryption: spec.encryption.as_ref().map(EncryptionView::from),
             name: spec.name,
             id: volume.id,
@@ -353,6 +357,12 @@ impl From<Volume> for VolumeView {
     }
 }
 
+/// Namespace and name of the claim of Kubernetes that has a volume; empty: none that is known.
+pub fn claim_in_words(claim: &BTreeMap<String, String>) -> String {
+    let named = ["pvc/namespace", "pvc/name"].iter().filter_map(|key| claim.get(*key));
+    named.map(String::as_str).collect::<Vec<_>>().join("/")
+}
+
 /// The options of a volume by their keys; `replaceAfter` has a field of its own, with the value in
 /// force.
 fn options(spec: &VolumeSpec) -> BTreeMap<&'static str, serde_json::Value> {
@@ -377,6 +387,11 @@ impl VolumeView {
     fn slow_pools(&self) -> String {
         let slow = self.replicas.iter().filter(|replica| replica.is_slow());
         slow.map(|replica| replica.pool.as_str()).collect::<Vec<_>>().join(",")
+    }
+
+    /// The claim of Kubernetes that has it, as in `shop/orders`.
+    pub fn claim(&self) -> String {
+        claim_in_words(&self.claim)
     }
 
     /// The volume whole, for people.
@@ -431,6 +446,8 @@ impl VolumeView {
                 self.mirror.as_ref().map(|mirror| mirror.sentence(&self.id)).unwrap_or_default(),
             ),
             ("epoch", Epoch(self.membership.epoch).to_string()),
+            ("claim", self.claim()),
+            ("persistent volume", self.claim.get("pv/name").cloned().unwrap_or_default()),
             ("created", self.created_at.clone()),
         ]);
         for replica in &self.replicas {
@@ -453,6 +470,7 @@ impl Row for VolumeView {
         "PHASE",
         "EPOCH",
         "CONTRACT",
+        "CLAIM",
         "ID",
     ];
     const NARROW: usize = 7;
@@ -470,6 +488,7 @@ impl Row for VolumeView {
             self.state.phase.clone(),
             Epoch(self.membership.epoch).to_string(),
             self.state.contract.clone(),
+            self.claim(),
             self.id.clone(),
         ]
     }
