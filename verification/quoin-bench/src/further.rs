@@ -47,9 +47,12 @@ pub struct FurtherOptions {
     /// Size of the full volume that is cloned, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub clone_gib: u64,
-    /// Failovers of fifty volumes, one after the other
+    /// Failovers of fifty volumes, one after the other; and moves of twelve through the services
     #[arg(long, default_value_t = 20, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub failovers: u32,
+    /// Seed of the processes that are killed before those [default: drawn]
+    #[arg(long, value_name = "N")]
+    pub failover_seed: Option<u64>,
     /// Data of the cold start case, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub data_gib: u64,

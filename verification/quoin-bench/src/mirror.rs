@@ -3,6 +3,7 @@
 //! clients, how far groups are behind, and how long roles take to change.
 
 mod failovers;
+mod services;
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -19,6 +20,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use crate::compare::median;
 use crate::further::Fact;
 use crate::load::{Generator, Load, Pattern};
+use crate::orchestrated::may_mount;
 use crate::product::Product;
 use crate::snapshots::nearest_rank;
 use crate::{Class, Error, Options, usage};
@@ -55,9 +57,18 @@ const WITHIN: Duration = Duration::from_secs(120);
 struct Two<'a> {
     product: &'a Product,
     failovers: u32,
+    seed: Option<u64>,
 }
 
 impl Two<'_> {
+    /// Seed of what is killed and when; one that was drawn is said.
+    fn seed(&self) -> u64 {
+        let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        let seed = self.seed.unwrap_or(u64::from(since.subsec_nanos()));
+        eprintln!("seed of the kills {seed}, --failover-seed repeats them");
+        seed
+    }
+
     fn first(&self, arguments: &[&str]) -> Result<String, Error> {
         self.product.command(arguments)
     }
@@ -145,7 +156,7 @@ fn eventually<T>(
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     let mut facts = Vec::new();
     type Case = fn(&Two<'_>, &Path) -> Result<Vec<Fact>, Error>;
-    let cases: [(&str, Case); 10] = [
+    let cases: [(&str, Case); 11] = [
         (FULL, full),
         (DELTA, delta),
         (SHIPPING, shipping),
@@ -156,6 +167,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         (BEYOND, |two, _| failovers::fed_beyond(two)),
         (failovers::TAKE_OVER, |two, _| failovers::take_over(two)),
         (failovers::FAILOVERS, |two, _| failovers::failovers(two)),
+        (services::SERVICES, services::services),
     ];
     for (name, case) in cases {
         if options.wants(name) {
@@ -163,8 +175,16 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             // A rebuild needs a pool beside those of its volume.
             let pools = if name == LAG { "3" } else { "2" };
             let flags = ["--peer", "--pools", pools, "--pool-size", "6GiB"];
-            let product = Product::start_with(quoin, directory, &flags)?;
-            let two = Two { product: &product, failovers: options.further.failovers };
+            let product = match name {
+                services::SERVICES if !may_mount(name) => continue,
+                services::SERVICES => Product::start_attaching(quoin, directory, &flags)?,
+                _ => Product::start_with(quoin, directory, &flags)?,
+            };
+            let two = Two {
+                product: &product,
+                failovers: options.further.failovers,
+                seed: options.further.failover_seed,
+            };
             eventually("both clusters are peers", || {
                 let heard = |text: String| text.contains("\"heardMs\"").then_some(());
                 let first = two.first(&["mirror", "peers", "-o", "json"]).ok().and_then(heard);

@@ -44,12 +44,10 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     if !names.iter().any(|name| options.wants(name)) {
         return Ok(Vec::new());
     }
-    let is_root = rustix::process::geteuid().is_root();
-    if !is_root || !Path::new("/dev/fuse").exists() {
-        eprintln!("leaving out {}: mounts need root and /dev/fuse", names.join(", "));
+    if !may_mount(&names.join(", ")) {
         return Ok(Vec::new());
     }
-    let product = Product::start_attaching(quoin, &directory.join("quoin"))?;
+    let product = Product::start_attaching(quoin, &directory.join("quoin"), &[])?;
     let socket = product.path("run/csi/csi.sock");
     let mut orchestrator = Orchestrator::new(&socket, directory)?;
     let mut facts = Vec::new();
@@ -68,6 +66,15 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         facts.extend(many(&mut callers.collect::<Result<Vec<_>, _>>()?, &product, count)?);
     }
     Ok(facts)
+}
+
+/// Returns true if volumes can be mounted here; otherwise it is said which cases are left out.
+pub(crate) fn may_mount(cases: &str) -> bool {
+    let may = rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists();
+    if !may {
+        eprintln!("leaving out {cases}: mounts need root and /dev/fuse");
+    }
+    may
 }
 
 /// Create, publish, stage and publish on the node, as a multiple of what is done by hand: `mkfs` and
@@ -239,12 +246,13 @@ fn for_each<T: Send>(
 }
 
 /// A client of one CSI socket.
-struct Orchestrator {
+pub(crate) struct Orchestrator {
     runtime: Runtime,
     channel: Channel,
     node_id: String,
     staging: PathBuf,
-    target: PathBuf,
+    /// Where a volume that was brought up is.
+    pub target: PathBuf,
 }
 
 fn capability(access_type: AccessType) -> VolumeCapability {
@@ -254,16 +262,16 @@ fn capability(access_type: AccessType) -> VolumeCapability {
     }
 }
 
-fn mount() -> VolumeCapability {
+pub(crate) fn mount() -> VolumeCapability {
     capability(AccessType::Mount(MountVolume { fs_type: "ext4".into(), ..MountVolume::default() }))
 }
 
-fn block() -> VolumeCapability {
+pub(crate) fn block() -> VolumeCapability {
     capability(AccessType::Block(BlockVolume {}))
 }
 
 impl Orchestrator {
-    fn new(socket: &Path, directory: &Path) -> Result<Self, Error> {
+    pub fn new(socket: &Path, directory: &Path) -> Result<Self, Error> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
@@ -344,7 +352,7 @@ impl Orchestrator {
     }
 
     /// Publishes a volume, stages it, and publishes it on the node.
-    fn bring_up(&self, volume_id: &str, capability: &VolumeCapability) -> Result<(), Error> {
+    pub fn bring_up(&self, volume_id: &str, capability: &VolumeCapability) -> Result<(), Error> {
         let publish = ControllerPublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             node_id: self.node_id.clone(),
@@ -380,6 +388,12 @@ impl Orchestrator {
     }
 
     fn take_down(&self, volume_id: &str) -> Result<(), Error> {
+        self.unstage(volume_id)?;
+        self.unpublish(volume_id)
+    }
+
+    /// Takes a volume from the node's paths; it stays published to the node.
+    pub fn unstage(&self, volume_id: &str) -> Result<(), Error> {
         let unplace = NodeUnpublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             target_path: self.target.to_string_lossy().into_owned(),
@@ -394,6 +408,10 @@ impl Orchestrator {
         self.node(unstage, |mut client, request| async move {
             client.node_unstage_volume(request).await
         })?;
+        Ok(())
+    }
+
+    pub fn unpublish(&self, volume_id: &str) -> Result<(), Error> {
         let unpublish = ControllerUnpublishVolumeRequest {
             volume_id: volume_id.to_owned(),
             node_id: self.node_id.clone(),

@@ -30,8 +30,8 @@ impl Product {
     }
 
     /// Starts one whose volumes become block devices.
-    pub fn start_attaching(quoin: &Path, dir: &Path) -> Result<Self, Error> {
-        Self::start_as(quoin, dir, &["dev"], &[])
+    pub fn start_attaching(quoin: &Path, dir: &Path, flags: &[&str]) -> Result<Self, Error> {
+        Self::start_as(quoin, dir, &["dev"], flags)
     }
 
     /// Starts one with further flags of `quoin dev`.

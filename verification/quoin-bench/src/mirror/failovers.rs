@@ -5,10 +5,11 @@
 //! many writes made. A promoted group has to show one such instant, and all that was acknowledged before the time
 //! that was told.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -25,7 +26,7 @@ pub const FAILOVERS: &str = "mirror-failovers";
 pub const TAKE_OVER: &str = "mirror-take-over";
 
 const GROUPS: usize = 10;
-const MEMBERS: usize = 5;
+pub(super) const MEMBERS: usize = 5;
 const VOLUME_BLOCKS: u64 = 2048;
 const BLOCK_BYTES: usize = 4096;
 const WRITES_FOR: Duration = Duration::from_secs(25);
@@ -35,16 +36,18 @@ const TRY_AGAIN: Duration = Duration::from_millis(100);
 /// Time for an answer: a target that was killed serves again within it.
 const SERVED_WITHIN: Duration = Duration::from_secs(60);
 /// Groups whose ten volumes make a measurement.
-const TIMED: usize = 2;
+pub(super) const TIMED: usize = 2;
 /// Processes of a cluster that is lost, and those that are killed before.
 const LOST: [&str; 3] = ["controller", "target", "mirror"];
 const KILLED: [&str; 4] = ["controller", "target", "mirror", "pool"];
 
 /// One of the two clusters.
 #[derive(Clone, Copy)]
-struct Side<'a> {
-    two: &'a Two<'a>,
-    is_second: bool,
+pub(super) struct Side<'a> {
+    pub two: &'a Two<'a>,
+    pub is_second: bool,
+    /// Ids of volumes by their names, where an orchestrator attaches them: clients only connect.
+    pub published: Option<&'a HashMap<String, String>>,
 }
 
 /// Write of a client.
@@ -57,25 +60,25 @@ struct Record {
 
 /// All writes of a group that its present content is made of, in their order.
 #[derive(Default)]
-struct History {
+pub(super) struct History {
     records: Vec<Record>,
     last_id: u64,
 }
 
 /// Result of a comparison.
 #[derive(Default)]
-struct Compared {
+pub(super) struct Compared {
     /// Blocks that are of no instant.
-    wrong: u64,
+    pub wrong: u64,
     /// Writes that are missing though their time was told.
-    untold: u64,
+    pub untold: u64,
 }
 
-fn name(group: usize, member: usize) -> String {
+pub(super) fn name(group: usize, member: usize) -> String {
     format!("f{group}-{member}")
 }
 
-fn group_name(group: usize) -> String {
+pub(super) fn group_name(group: usize) -> String {
     format!("fg{group}")
 }
 
@@ -86,11 +89,16 @@ fn content(id: u64) -> Vec<u8> {
 }
 
 impl Side<'_> {
-    fn other(self) -> Self {
+    pub fn other(self) -> Self {
         Self { is_second: !self.is_second, ..self }
     }
 
-    fn command(self, arguments: &[&str]) -> Result<String, Error> {
+    /// The directory with the sockets of its processes.
+    pub fn directory(self) -> PathBuf {
+        self.two.product.path(if self.is_second { "peer/run" } else { "run" })
+    }
+
+    pub fn command(self, arguments: &[&str]) -> Result<String, Error> {
         self.two.on(self.is_second, arguments)
     }
 
@@ -103,7 +111,7 @@ impl Side<'_> {
     }
 
     /// Kills the processes without which a cluster is lost; they stay away until they are given back.
-    fn lose(self) -> Result<Vec<Away>, Error> {
+    pub fn lose(self) -> Result<Vec<Away>, Error> {
         let cluster = if self.is_second { "peer" } else { "" };
         let hold = |role: &&str| self.two.product.hold_below(cluster, role);
         let away = LOST.iter().map(hold).collect();
@@ -117,9 +125,15 @@ impl Side<'_> {
 
     /// `None`: it is not served here now.
     fn try_connect(self, volume: &str) -> Option<UnixStream> {
-        let attached = self.command(&["volume", "attach", volume, "--nbd"]).ok()?;
-        let (_, socket) = attached.split_once("socket=")?;
-        let mut stream = UnixStream::connect(socket.split_whitespace().next()?).ok()?;
+        let socket = match self.published {
+            Some(ids) => self.directory().join(format!("nbd/{}.sock", ids.get(volume)?)),
+            None => {
+                let attached = self.command(&["volume", "attach", volume, "--nbd"]).ok()?;
+                let (_, socket) = attached.split_once("socket=")?;
+                PathBuf::from(socket.split_whitespace().next()?)
+            }
+        };
+        let mut stream = UnixStream::connect(socket).ok()?;
         stream.set_read_timeout(Some(SERVED_WITHIN)).ok()?;
         nbd::negotiate(&mut stream).ok()?;
         Some(stream)
@@ -211,8 +225,18 @@ impl History {
 
 /// Makes groups on the first side, and has them mirrored.
 fn make_groups(two: &Two<'_>, groups: usize, flags: &[&str]) -> Result<(), Error> {
+    make_groups_of(two, groups, MEMBERS, flags)
+}
+
+/// As above, with so many members.
+pub(super) fn make_groups_of(
+    two: &Two<'_>,
+    groups: usize,
+    members: usize,
+    flags: &[&str],
+) -> Result<(), Error> {
     for group in 0..groups {
-        let names: Vec<String> = (0..MEMBERS).map(|member| name(group, member)).collect();
+        let names: Vec<String> = (0..members).map(|member| name(group, member)).collect();
         for volume in &names {
             let size = (VOLUME_BLOCKS * BLOCK_BYTES as u64).to_string();
             two.first(&["volume", "create", volume, "--size", &size, "--replicas", "2"])?;
@@ -228,7 +252,7 @@ fn make_groups(two: &Two<'_>, groups: usize, flags: &[&str]) -> Result<(), Error
 ///
 /// # Errors
 /// Errors of `during`, or nothing was acknowledged of some group.
-fn while_writing<T>(
+pub(super) fn while_writing<T>(
     side: Side<'_>,
     histories: &mut [History],
     during: impl FnOnce() -> Result<T, Error>,
@@ -257,7 +281,7 @@ fn while_writing<T>(
 }
 
 /// Compares all groups. `told`: the time before which each has everything.
-fn compare_all(
+pub(super) fn compare_all(
     side: Side<'_>,
     histories: &mut [History],
     told: impl Fn(usize) -> SystemTime,
@@ -274,7 +298,8 @@ fn compare_all(
 /// A copy takes over from a live primary whose clients write.
 pub(super) fn take_over(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     make_groups(two, TIMED, &["--take-over"])?;
-    let (first, second) = (Side { two, is_second: false }, Side { two, is_second: true });
+    let first = Side { two, is_second: false, published: None };
+    let second = first.other();
     let mut histories: Vec<History> = (0..TIMED).map(|_| History::default()).collect();
     let took = while_writing(first, &mut histories, || {
         std::thread::sleep(WRITES_FOR);
@@ -304,7 +329,8 @@ pub(super) fn fed_beyond(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
     eventually("nearly all is fed", || {
         Ok(two.taken_bytes("beyond").filter(|taken| *taken >= nearly_all).map(drop))
     })?;
-    let (first, second) = (Side { two, is_second: false }, Side { two, is_second: true });
+    let first = Side { two, is_second: false, published: None };
+    let second = first.other();
     let away = first.lose()?;
     drop(generator);
     eventually("the other cluster is silent", || {
@@ -319,16 +345,16 @@ pub(super) fn fed_beyond(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
 }
 
 pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
-    let mut side = Side { two, is_second: false };
+    let mut side = Side { two, is_second: false, published: None };
     make_groups(two, GROUPS, &[])?;
     let mut histories: Vec<History> = (0..GROUPS).map(|_| History::default()).collect();
     let (mut all, mut promotions) = (Compared::default(), Vec::new());
-    let mut random = 0x6661_696c;
+    let mut random = two.seed();
     let rounds = two.failovers;
     for round in 1..=rounds {
         let away = while_writing(side, &mut histories, || lose_after_kills(side, &mut random))?;
         let other = side.other();
-        let told = silent(other)?;
+        let told = silent(other, GROUPS)?;
         let began = Instant::now();
         for group in 0..GROUPS {
             other.command(&["mirror", "promote", &group_name(group), "--force"])?;
@@ -344,7 +370,7 @@ pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
         all.wrong += found.wrong;
         all.untold += found.untold;
         away.into_iter().try_for_each(Away::give_back)?;
-        come_back(side)?;
+        come_back(side, GROUPS)?;
         side = other;
     }
     Ok(vec![
@@ -355,7 +381,13 @@ pub(super) fn failovers(two: &Two<'_>) -> Result<Vec<Fact>, Error> {
 }
 
 /// Kills processes of both sides for a while, and then the side.
-fn lose_after_kills(side: Side<'_>, random: &mut u64) -> Result<Vec<Away>, Error> {
+pub(super) fn lose_after_kills(side: Side<'_>, random: &mut u64) -> Result<Vec<Away>, Error> {
+    kill_for_a_while(side, random);
+    side.lose()
+}
+
+/// Kills processes of both sides, one after the other.
+pub(super) fn kill_for_a_while(side: Side<'_>, random: &mut u64) {
     let end = Instant::now() + WRITES_FOR;
     while Instant::now() < end {
         std::thread::sleep(KILL_EVERY);
@@ -366,13 +398,12 @@ fn lose_after_kills(side: Side<'_>, random: &mut u64) -> Result<Vec<Away>, Error
             usage::end(&[*pid]);
         }
     }
-    side.lose()
 }
 
 /// The time that is told of each group, once the other side counts as silent for it.
-fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
+pub(super) fn silent(side: Side<'_>, groups: usize) -> Result<Vec<SystemTime>, Error> {
     let mut told = Vec::new();
-    for group in 0..GROUPS {
+    for group in 0..groups {
         told.push(eventually("the other cluster is silent", || {
             let Ok(status) = side.status(group) else { return Ok(None) };
             let is_silent = status["message"].as_str().is_some_and(|text| text.contains("silent"));
@@ -386,8 +417,8 @@ fn silent(side: Side<'_>) -> Result<Vec<SystemTime>, Error> {
 }
 
 /// A side that was lost comes back, and follows as a copy.
-fn come_back(side: Side<'_>) -> Result<(), Error> {
-    for group in 0..GROUPS {
+pub(super) fn come_back(side: Side<'_>, groups: usize) -> Result<(), Error> {
+    for group in 0..groups {
         let name = group_name(group);
         for member in 0..MEMBERS {
             // It was attached when the side was lost.
@@ -411,7 +442,7 @@ fn come_back(side: Side<'_>) -> Result<(), Error> {
         })?;
     }
     let began = Instant::now();
-    for group in 0..GROUPS {
+    for group in 0..groups {
         let followed = eventually("the lost side has a point of after it came back", || {
             let Ok(status) = side.other().status(group) else { return Ok(None) };
             let lag_ms = status["lagMs"].as_u64().map(u128::from);
