@@ -251,7 +251,7 @@ pub(crate) struct Orchestrator {
     channel: Channel,
     node_id: String,
     staging: PathBuf,
-    /// Where a volume that was brought up is.
+    /// Path of a volume that was brought up.
     pub target: PathBuf,
 }
 
