@@ -1,11 +1,13 @@
 //! Orders of calls of orchestrators while mirrors, targets and controllers of both clusters are killed between any two
-//! calls, and mirrors stand still, as behind a link that is cut.
+//! calls, mirrors stand still, and the link between them is cut: packets of one direction, or of both, are swallowed.
 //!
 //! A seed draws the moves of an application over a group of two volumes. Its writes have numbers, so each instant of
 //! the group is what the first so many of them made: each side that is promoted has to show one, of all that was
 //! acknowledged after a planned move, and else of all that was told to be there.
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use quoin_api::csi_addons::replication::ReplicationSource;
@@ -14,7 +16,8 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use rustix::process::{Pid, Signal, kill_process};
 use tonic::{Code, Status};
 
-use crate::common::Scratch;
+use crate::common::network::Loopback;
+use crate::common::{Place, Scratch};
 use crate::mirrors::{LOST, hold_all};
 use crate::support::block;
 use crate::support::orchestrator::*;
@@ -52,6 +55,21 @@ struct Trouble<'a> {
     told: SystemTime,
     began: Instant,
     thaws: Vec<std::thread::JoinHandle<()>>,
+    /// The network of both clusters; `None`: none can be made, and no link is cut.
+    network: Option<Arc<Loopback>>,
+    /// Ports of both mirrors.
+    ports: [u16; 2],
+    /// Until when packets from this side are swallowed.
+    cut_until: [Instant; 2],
+}
+
+/// Port at which the mirror of a cluster listens.
+fn mirror_port(directory: &Path) -> u16 {
+    let text = std::fs::read(directory.join("dev.json")).unwrap();
+    let settings: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let address: std::net::SocketAddr =
+        settings["mirror_listen"].as_str().unwrap().parse().unwrap();
+    address.port()
 }
 
 fn passes(code: Code) -> bool {
@@ -67,12 +85,44 @@ impl Trouble<'_> {
         println!("{:6.1} s  {what}", self.began.elapsed().as_secs_f64());
     }
 
-    /// Kills or stops a process, now and then.
+    /// Has what a side sends to the other one swallowed for a while, or what both send.
+    fn cut(&mut self, network: &Arc<Loopback>) {
+        let from = self.random.random_range(0..2);
+        let is_both = self.random.random_bool(0.5);
+        let lasts = Duration::from_millis(self.random.random_range(300..4000));
+        let sides = if is_both { vec![from, 1 - from] } else { vec![from] };
+        let now = Instant::now();
+        // A cut that lasts is not cut again.
+        let sides: Vec<usize> = sides.into_iter().filter(|s| self.cut_until[*s] < now).collect();
+        for side in sides {
+            self.say(&format!(
+                "  what {} sends to the other side is swallowed for {} ms",
+                ["first", "second"][side],
+                lasts.as_millis()
+            ));
+            self.cut_until[side] = now + lasts + Duration::from_secs(1);
+            // On connections that it dialled, and on those that the other side dialled.
+            let ends = [("dport", self.ports[1 - side]), ("sport", self.ports[side])];
+            ends.iter().for_each(|(end, port)| network.swallow("add", end, *port));
+            let network = network.clone();
+            self.thaws.push(std::thread::spawn(move || {
+                std::thread::sleep(lasts);
+                ends.iter().for_each(|(end, port)| network.swallow("del", end, *port));
+            }));
+        }
+    }
+
+    /// Kills or stops a process, or cuts the link, now and then.
     fn fault(&mut self) {
         if self.faults_left == 0 || !self.random.random_bool(0.12) {
             return;
         }
         self.faults_left -= 1;
+        if self.random.random_bool(0.3)
+            && let Some(network) = self.network.clone()
+        {
+            return self.cut(&network);
+        }
         let side = self.lost.map_or_else(|| self.random.random_range(0..2), |lost| 1 - lost);
         let process = LOST[self.random.random_range(0..LOST.len())];
         let text = std::fs::read(self.sides[side].directory.join("run/processes.json")).unwrap();
@@ -82,7 +132,10 @@ impl Trouble<'_> {
         let name = ["first", "second"][side];
         if process == "mirror" && self.random.random_bool(0.5) {
             let stopped = Duration::from_millis(self.random.random_range(300..4000));
-            self.say(&format!("  the link of {name} is cut for {} ms", stopped.as_millis()));
+            self.say(&format!(
+                "  the mirror of {name} stands still for {} ms",
+                stopped.as_millis()
+            ));
             let _ = kill_process(pid, Signal::STOP);
             self.thaws.push(std::thread::spawn(move || {
                 std::thread::sleep(stopped);
@@ -427,7 +480,10 @@ fn orders_of_calls_under_killed_processes_and_cut_links_leave_every_byte_where_t
     println!("seed {seed}, {SEED} repeats it");
     let scratch = Scratch::new("trouble");
     let runtime = runtime();
-    let (dev, sides) = start(&scratch, &runtime);
+    let network = Loopback::new().map(Arc::new);
+    let place = network.as_ref().map_or_else(Place::here, |network| network.place());
+    let (dev, sides) = start_at(&place, &scratch, &runtime);
+    let ports = sides.each_ref().map(|side| mirror_port(&side.directory));
     let mut random = StdRng::seed_from_u64(seed);
     let class = ["refuse", "takeOver"][random.random_range(0..2)];
     let ids = ["a", "b"].map(|name| sides[0].create(name, None));
@@ -445,6 +501,9 @@ fn orders_of_calls_under_killed_processes_and_cut_links_leave_every_byte_where_t
         told: UNIX_EPOCH,
         began: Instant::now(),
         thaws: Vec::new(),
+        network,
+        ports,
+        cut_until: [Instant::now(); 2],
     };
     trouble.say(&format!("deployed, onLivePeer: {class}"));
     trouble.become_primary(0);

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::process::{Command, Output};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{Place, have, is_root, skipped};
 
@@ -89,6 +90,52 @@ impl Network {
     /// Cuts or restores the link of a host; neither side is informed.
     pub fn link(&self, index: usize, state: &str) {
         ip_ok(&format!("link set qv{}-{index} {state}", self.id));
+    }
+}
+
+/// A namespace with a loopback of its own, where packets of one direction of a connection can be swallowed: neither
+/// end hears of it. Removed with the test in every case.
+pub struct Loopback {
+    name: String,
+}
+
+impl Loopback {
+    /// Makes one; `None` where namespaces are not possible.
+    pub fn new() -> Option<Self> {
+        if !is_root() || !have("ip") {
+            return None;
+        }
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("ql{}-{number}", std::process::id());
+        if !ip(&format!("netns add {name}")).status.success() {
+            return None;
+        }
+        let made = Self { name };
+        made.ip_ok("link set lo up");
+        // Rules for single connections come before the table of own addresses.
+        made.ip_ok("rule add pref 100 lookup local");
+        made.ip_ok("rule del pref 0");
+        Some(made)
+    }
+
+    fn ip_ok(&self, arguments: &str) {
+        ip_ok(&format!("-n {} {arguments}", self.name));
+    }
+
+    pub fn place(&self) -> Place {
+        Place { namespace: Some(self.name.clone()), ..Place::here() }
+    }
+
+    /// Swallows TCP packets from (`sport`) or to (`dport`) a port, or no longer (`add`, `del`).
+    pub fn swallow(&self, change: &str, side: &str, port: u16) {
+        self.ip_ok(&format!("rule {change} pref 10 ipproto tcp {side} {port} blackhole"));
+    }
+}
+
+impl Drop for Loopback {
+    fn drop(&mut self) {
+        ip(&format!("netns del {}", self.name));
     }
 }
 

@@ -25,8 +25,8 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use super::block;
-use crate::common::Scratch;
 use crate::common::dev::Dev;
+use crate::common::{Place, Scratch};
 
 pub const BLOCK: u64 = 4096;
 pub const VOLUME_BYTES: u64 = 32 << 20;
@@ -483,9 +483,19 @@ pub fn wait_for_sync(side: &Side, source: &Option<ReplicationSource>) {
 
 /// Starts two clusters that are paired, of one pool each.
 pub fn start<'a>(scratch: &Scratch, runtime: &'a tokio::runtime::Runtime) -> (Dev, [Side<'a>; 2]) {
+    start_at(&Place::here(), scratch, runtime)
+}
+
+/// The same, in a network of their own.
+pub fn start_at<'a>(
+    place: &Place,
+    scratch: &Scratch,
+    runtime: &'a tokio::runtime::Runtime,
+) -> (Dev, [Side<'a>; 2]) {
     let directory = scratch.cluster();
     let flags = ["--peer", "--no-attach", "--pools", "1", "--pool-size", "2GiB"];
-    let dev = Dev::start(&directory, &flags);
+    let command = place.command(env!("CARGO_BIN_EXE_quoin"));
+    let dev = Dev::start_by(command, &directory, &flags);
     dev.wait_for_line("A second cluster is up");
     let sides = [directory.clone(), directory.join("peer")].map(|directory| {
         let user = crate::common::User {
