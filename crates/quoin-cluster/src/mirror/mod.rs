@@ -15,6 +15,7 @@
 //! | [`session`] | which messages are late ones of a former life |
 //! | [`brain`] | events in, actions out |
 //! | `decide` | the next change of the record |
+//! | `ending` | the end of a mirror, and another one of the same group after it |
 //! | `orders` | what members are to do as the record is |
 //! | [`feed`] | which slots a lent target takes |
 //! | [`feeding`] | what a lent target writes of them, and what it says of that |
@@ -27,6 +28,7 @@ pub mod brain;
 pub mod chain;
 mod codec;
 mod decide;
+mod ending;
 pub mod feed;
 pub mod feeding;
 pub mod observed;

@@ -178,7 +178,9 @@ impl MirrorRecord {
             id,
             group_name,
             is_volume,
-            version: 1,
+            // Members, and targets that have them open, may have seen orders of a mirror that was ended: those of
+            // this one count on from there.
+            version: created_ms.max(1),
             brain,
             settings,
             created_ms,

@@ -6,9 +6,7 @@ use std::time::Duration;
 use quoin_api::control::{self as api, MirrorRef, VolumeGroupRef, VolumeRef, call_mirror_request};
 use quoin_cluster::mirror::answers::{Answer, Call, No};
 use quoin_cluster::mirror::record::Parameters;
-use quoin_cluster::mirror::{
-    Begun, Chain, ClusterId, Generation, Record as Brain, Role, SILENT_AFTER,
-};
+use quoin_cluster::mirror::{ClusterId, Record as Brain, Role, SILENT_AFTER};
 use quoin_cluster::records::{
     MirrorRecord, MirrorSettings, Record, VolumeGroupRecord, VolumePhase, VolumeRecord,
 };
@@ -246,11 +244,8 @@ impl Mirrors {
             crate::fields::id("cluster", &self.state.identity.cluster().to_string())?;
         let parameters =
             Parameters { interval_s: settings.interval_s, may_take_over: settings.may_take_over };
-        let mut brain = Brain::primary(of.id(), [own, cluster], members, parameters);
-        // A mirror of the same group that was ended has another first generation.
-        let generation = Generation { number: 1, cluster: own, id: random_id() };
-        brain.chain = Chain::new(Begun { generation, at: None });
-        brain.term = self.state.term().number;
+        let drawn = (random_id(), self.state.term().number);
+        let brain = Brain::begun(of.id(), [own, cluster], members, parameters, drawn);
         let name = (of.name().to_owned(), matches!(of, Of::Volume(_)));
         let mut record = MirrorRecord::new(brain, name, settings.clone(), now_ms());
         record.given = Some(settings.clone());

@@ -240,7 +240,7 @@ impl Mirrors {
                 let why = format!("{:?} is mirrored with another cluster", known.group_name);
                 return Err(Error::Precondition(why));
             }
-            if known.role() == Role::Secondary && is_another(&theirs, known.brain()) {
+            if known.role() == Role::Secondary && known.brain().is_another(&theirs) {
                 self.end_copy(&known).await?;
             }
             return match known.role() {
@@ -390,13 +390,6 @@ fn check_quota(
         )));
     }
     Ok(())
-}
-
-/// Returns true if the peer begins a mirror that is not the one that this copy follows: its first generation is
-/// none of the copy's.
-fn is_another(theirs: &Brain, ours: &Brain) -> bool {
-    let begun = theirs.chain.all();
-    begun[0].at.is_none() && !begun.iter().any(|begun| ours.chain.has(begun.generation))
 }
 
 /// Topologies that users of a volume are bound to, without those of single nodes: any node reaches any replica.

@@ -8,6 +8,7 @@ use quoin_cluster::mirror::{Generation, Member, Record, Role, Stamp};
 use quoin_types::Time;
 use quoin_types::ids::{PointId, VolumeId};
 
+use super::side::Side;
 use super::volume::{Content, Tag, is_same};
 use super::{Mirrors, cluster, volume};
 
@@ -57,6 +58,11 @@ impl Checks {
         self.points.get(&point)?.get(&volume)
     }
 
+    /// A side that has a record of another mirror says anything of it.
+    pub fn forget_said(&mut self, side: usize) {
+        self.said[side] = (0, None, 0);
+    }
+
     pub fn told_ms(&self, generation: Generation) -> Option<u64> {
         self.told.get(&generation).copied()
     }
@@ -92,6 +98,9 @@ impl Mirrors {
         (block, tag): (usize, Tag),
         wall_ms: u64,
     ) {
+        if !self.sides[side].is_recorded {
+            return;
+        }
         let record = self.sides[side].stored();
         let generation = record.chain.top().generation;
         // Records may be restored meanwhile: pools know better.
@@ -108,10 +117,22 @@ impl Mirrors {
         self.checks.checked += 1;
         let write = Acknowledged { volume, block, tag, wall_ms, generation };
         self.checks.acknowledged.push(write);
-        let rules = |side: usize| self.sides[side].volumes.values().any(|v| v.is_writable());
+        let rules = |side: usize| self.sides[side].rules();
         if self.checks.forced == 0 && rules(0) && rules(1) {
             self.violate("NoSecondPrimaryWithoutForce", format!("{side} writes beside the other"));
         }
+    }
+
+    /// Another mirror begins with what its primary shows; nothing of the former one counts.
+    pub(super) fn check_begun(&mut self, side: usize, record: &Record) {
+        let generation = record.chain.top().generation;
+        let shown = self.sides[side].volumes.iter();
+        let shown = shown.map(|(volume, target)| (*volume, target.live.clone())).collect();
+        if self.checks.truth.insert(generation, shown).is_some() {
+            self.violate("OnePrimaryPerG", format!("{side}: {generation:?} begins a second time"));
+        }
+        self.checks.forget_said(side);
+        (self.checks.forced, self.checks.had_common) = (0, false);
     }
 
     /// A volume has another size for its clients from here on.
@@ -320,12 +341,7 @@ impl Mirrors {
                 self.violate("LastCommonPinnedBothSides", "no point is held by both".into());
             }
         }
-        let rules: Vec<bool> = self
-            .sides
-            .iter()
-            .map(|side| side.volumes.values().any(|volume| volume.is_writable()))
-            .collect();
-        if self.checks.forced == 0 && rules[0] && rules[1] {
+        if self.checks.forced == 0 && self.sides.iter().all(Side::rules) {
             self.violate("NoSecondPrimaryWithoutForce", "both sides may write".into());
         }
     }

@@ -22,19 +22,26 @@ use crate::schedule::{Instant, SECOND};
 #[derive(Clone, Debug, Default)]
 pub(super) struct Managers {
     /// Side whose object says primary.
-    primary: usize,
+    pub primary: usize,
     /// The other side is taken for dead until then: its manager makes no turn, and its application goes on.
-    dead_until: Instant,
-    is_deleted: bool,
+    pub dead_until: Instant,
+    pub is_deleted: bool,
+    /// Side where the application is being deployed again, and whether its mirror was enabled there.
+    pub again: Option<(usize, bool)>,
     /// Moves so far.
     pub moves: u64,
     pub orphans: u64,
+    /// Mirrors that were paired again after an end, from the other side and from the side of the former primary.
+    pub again_from: [u64; 2],
 }
 
 impl Mirrors {
     /// Where the application may run.
     pub(super) fn runs_at(&self, side: usize) -> bool {
         let Some(managers) = &self.managers else { return true };
+        if let Some((to, _)) = managers.again {
+            return side == to;
+        }
         let is_there = side == managers.primary || self.now() < managers.dead_until;
         is_there && !managers.is_deleted
     }
@@ -45,6 +52,7 @@ impl Mirrors {
             let side = self.random.index(2);
             self.turn(side);
         }
+        self.deploy_again();
         let (low, high) = self.settings.calls_every;
         let next = self.random.between(low * SECOND / 4, high * SECOND / 4);
         self.schedule.after(next, MirrorEvent::Orchestrate);
@@ -59,7 +67,7 @@ impl Mirrors {
         if now < managers.dead_until || !self.random.percent(12) {
             return;
         }
-        if now > 60 * SECOND && self.random.percent(4) {
+        if now > 60 * SECOND && self.random.percent(if self.ends_often { 40 } else { 4 }) {
             managers.is_deleted = true;
             return self.say(|| "the application is deleted".into());
         }
@@ -79,6 +87,9 @@ impl Mirrors {
 
     fn turn(&mut self, side: usize) {
         let Some(managers) = self.managers.clone() else { return };
+        if let Some((to, is_enabled)) = managers.again {
+            return self.deploy(to, is_enabled);
+        }
         if managers.is_deleted {
             return self.delete_application(side);
         }
@@ -107,6 +118,9 @@ impl Mirrors {
 
     /// The primary's side is disabled; the other one is told, and its orphan emptied or promoted.
     fn delete_application(&mut self, side: usize) {
+        if !self.sides[side].is_recorded {
+            return;
+        }
         let role = self.sides[side].stored().role;
         match role {
             Role::Primary => {
@@ -114,9 +128,11 @@ impl Mirrors {
             }
             Role::Orphan => {
                 if self.random.percent(60)
+                    && self.is_current(side)
                     && self.call(side, Call::RemoveMembers) == Some(Answer::Ok)
                 {
                     self.check_orphan(side, "emptied");
+                    self.forget(side);
                 } else if self.is_calm || self.random.percent(20) {
                     self.call(side, Call::Promote { force: false });
                 }
@@ -129,7 +145,10 @@ impl Mirrors {
 
     /// In the calm, what was begun comes to its end.
     pub(super) fn end_application(&mut self) {
-        if self.managers.as_ref().is_some_and(|managers| managers.is_deleted) {
+        let managers = self.managers.as_ref().filter(|managers| managers.is_deleted);
+        if let Some((to, is_enabled)) = managers.and_then(|managers| managers.again) {
+            self.deploy(to, is_enabled);
+        } else if managers.is_some() {
             for side in 0..2 {
                 self.delete_application(side);
             }

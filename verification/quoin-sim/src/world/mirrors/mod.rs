@@ -22,6 +22,7 @@
 //! | Liveness | a copy that is not complete again after the last fault |
 //! | Bounds | a message that is not decoded, a run without an end |
 
+mod again;
 mod checkers;
 mod managers;
 mod orchestrator;
@@ -51,6 +52,8 @@ use crate::stats::{Stats, Violation};
 use crate::swarm::Swarm;
 use crate::trace::Trace;
 
+/// Of the draws for mirrors that are enabled again.
+const AGAIN: u64 = 0x6167_6169_6e15;
 const GROUP: GroupId = GroupId(1);
 /// Time after the last fault within which all must be well again.
 const WELL_WITHIN: Instant = 400 * SECOND;
@@ -66,16 +69,53 @@ enum MirrorEvent {
     Tick(usize),
     Client(usize),
     Poll(usize, VolumeId),
-    Report(usize, VolumeId, Box<Observed>),
-    Store { side: usize, brain: u64, expected: u64, record: Box<Record>, is_heard: bool },
-    Stored { side: usize, brain: u64, outcome: StoreOutcome },
+    Report {
+        side: usize,
+        mirror: u64,
+        volume: VolumeId,
+        observed: Box<Observed>,
+    },
+    Store {
+        side: usize,
+        brain: u64,
+        expected: u64,
+        record: Box<Record>,
+        is_heard: bool,
+    },
+    Stored {
+        side: usize,
+        brain: u64,
+        outcome: StoreOutcome,
+    },
     Message(usize, Vec<u8>),
-    Order(usize, VolumeId, Stamp, Order),
-    MakePoint { side: usize, brain: u64, stamp: Stamp, point: PointId, members: Vec<VolumeId> },
-    Verdict { side: usize, brain: u64, point: PointId, cut_ms: Option<u64> },
+    Order {
+        side: usize,
+        mirror: u64,
+        volume: VolumeId,
+        stamp: Stamp,
+        order: Order,
+    },
+    MakePoint {
+        side: usize,
+        brain: u64,
+        stamp: Stamp,
+        point: PointId,
+        members: Vec<VolumeId>,
+    },
+    Verdict {
+        side: usize,
+        brain: u64,
+        point: PointId,
+        cut_ms: Option<u64>,
+    },
     Send(usize, VolumeId, u128, u64),
     Slot(usize, VolumeId, Box<(Slot, Option<(usize, Tag)>)>),
     Sync(usize, VolumeId),
+    /// This side is told of a mirror that begins on the other one.
+    Introduce(usize, Box<Record>),
+    IntroduceAgain(usize),
+    Refused(usize),
+    PeerHasNone(usize),
     Orchestrate,
     Fault,
     Start(usize),
@@ -121,6 +161,12 @@ pub(crate) struct Mirrors {
     random: Random,
     /// Of its own, for sizes: runs without growth are what they were.
     growth: Random,
+    /// The same for mirrors that are enabled again.
+    again: Random,
+    /// The application is deleted, and deployed again, all the time.
+    ends_often: bool,
+    /// Mirrors that were enabled so far; what was ordered and reported in a former one is carried out by nobody.
+    mirrors: u64,
     schedule: Schedule<MirrorEvent>,
     sides: [Side; 2],
     streams: BTreeMap<(usize, VolumeId, u128), Stream>,
@@ -151,6 +197,7 @@ pub(super) fn cluster(side: usize) -> ClusterId {
 impl Mirrors {
     pub fn new(options: RunOptions) -> Self {
         let mut random = Random::new(options.seed ^ 0x6d69_7272_6f72);
+        let mut again = Random::new(options.seed ^ AGAIN);
         let mut growth = Random::new(options.seed ^ 0x0073_697a_66f4);
         let is_roles = matches!(options.swarm, Swarm::Failovers | Swarm::Orchestrators);
         let is_restored = options.swarm == Swarm::Restored;
@@ -193,6 +240,9 @@ impl Mirrors {
             draws: random.fork(),
             random,
             growth,
+            ends_often: again.percent(60),
+            again,
+            mirrors: 1,
             schedule,
             sides,
             streams: BTreeMap::new(),
@@ -267,6 +317,9 @@ impl Mirrors {
         match event {
             MirrorEvent::Tick(side) => {
                 self.feed_brains(side, &BrainEvent::Tick);
+                if self.managers.is_some() {
+                    self.forget_what_is_over(side);
+                }
                 self.schedule.after(250 * MILLISECOND, MirrorEvent::Tick(side));
             }
             MirrorEvent::Client(side) => self.client(side),
@@ -275,7 +328,9 @@ impl Mirrors {
                 let next = self.random.between(200, 700) * MILLISECOND;
                 self.schedule.after(next, MirrorEvent::Poll(side, volume));
             }
-            MirrorEvent::Report(side, volume, observed) => {
+            MirrorEvent::Report { mirror, .. } | MirrorEvent::Order { mirror, .. }
+                if mirror != self.mirrors => {}
+            MirrorEvent::Report { side, volume, observed, .. } => {
                 self.feed_brains(side, &BrainEvent::Observed(volume, observed));
             }
             MirrorEvent::Store { side, brain, expected, record, is_heard } => {
@@ -296,9 +351,16 @@ impl Mirrors {
                 {
                     let number = *number;
                     self.feed_brain(side, number, BrainEvent::Message(bytes));
+                } else if !self.sides[side].is_recorded && self.again.percent(70) {
+                    let delay = self.again.below(SECOND);
+                    self.schedule.after(delay, MirrorEvent::PeerHasNone(1 - side));
                 }
             }
-            MirrorEvent::Order(side, volume, stamp, order) => {
+            MirrorEvent::Introduce(side, theirs) => self.introduced(side, &theirs),
+            MirrorEvent::IntroduceAgain(side) => self.introduce(side),
+            MirrorEvent::Refused(side) => self.refused(side),
+            MirrorEvent::PeerHasNone(side) => self.peer_has_none(side),
+            MirrorEvent::Order { side, volume, stamp, order, .. } => {
                 self.order(side, volume, stamp, order)
             }
             MirrorEvent::MakePoint { side, brain, stamp, point, members } => {
@@ -370,7 +432,9 @@ impl Mirrors {
         let Some(target) = self.sides[side].volumes.get_mut(&volume) else { return };
         let observed = target.report(wall_ms);
         if !lost {
-            self.schedule.after(delay, MirrorEvent::Report(side, volume, Box::new(observed)));
+            let (mirror, observed) = (self.mirrors, Box::new(observed));
+            let event = MirrorEvent::Report { side, mirror, volume, observed };
+            self.schedule.after(delay, event);
         }
     }
 
@@ -398,12 +462,14 @@ impl Mirrors {
                     }
                 }
                 Action::Member { volume, stamp, order } => {
+                    let mirror = self.mirrors;
+                    let event = || MirrorEvent::Order { side, mirror, volume, stamp, order };
                     if is_twice {
                         let late = delay + self.random.below(20 * SECOND);
-                        self.schedule.after(late, MirrorEvent::Order(side, volume, stamp, order));
+                        self.schedule.after(late, event());
                     }
                     if !is_lost {
-                        self.schedule.after(delay, MirrorEvent::Order(side, volume, stamp, order));
+                        self.schedule.after(delay, event());
                     }
                 }
                 Action::Ship { volume, transfer, token, from } => {
@@ -449,6 +515,10 @@ impl Mirrors {
         point: PointId,
         members: &[VolumeId],
     ) {
+        // The process that had it made lives, or its record does.
+        if !self.sides[side].brains.iter().any(|(number, _)| *number == brain) && self.mirrors > 1 {
+            return;
+        }
         let now = self.now();
         let cut_ms = self.sides[side].wall_ms(now);
         let is_broken = !self.is_calm && self.random.percent(15);
@@ -648,8 +718,8 @@ mod tests {
     }
 
     #[test]
-    fn managers_move_an_application_to_and_fro_and_delete_it_through_faults() {
-        let (mut moves, mut orphans, mut promotions) = (0, 0, 0);
+    fn managers_move_an_application_to_and_fro_delete_it_and_deploy_it_again_through_faults() {
+        let (mut moves, mut orphans, mut promotions, mut again) = (0, 0, 0, [0; 2]);
         for seed in 1..=24 {
             let swarm = Swarm::Orchestrators;
             let options = RunOptions { seed, swarm, ..RunOptions::default() };
@@ -659,8 +729,10 @@ mod tests {
             let managers = mirrors.managers.as_ref().unwrap();
             (moves, orphans) = (moves + managers.moves, orphans + managers.orphans);
             promotions += mirrors.checks.promotions;
+            again.iter_mut().zip(managers.again_from).for_each(|(sum, each)| *sum += each);
         }
         assert!(moves > 60 && orphans > 2 && promotions > 40, "{moves} {orphans} {promotions}");
+        assert!(again[0] > 0 && again[1] > 0, "{again:?}");
     }
 
     #[test]

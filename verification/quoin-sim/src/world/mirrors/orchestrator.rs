@@ -4,6 +4,7 @@ use quoin_cluster::mirror::answers::{Answer, Call};
 use quoin_cluster::mirror::{Action, Role};
 use quoin_types::ids::VolumeId;
 
+use super::volume::Volume;
 use super::{MirrorEvent, Mirrors};
 use crate::schedule::SECOND;
 use crate::world::person::{self, Person};
@@ -52,6 +53,11 @@ impl Mirrors {
 
     pub(super) fn publish(&mut self, side: usize, volume: VolumeId) {
         // The answer of the process whose records are the stored ones counts.
+        let to = &mut self.sides[side];
+        if !to.is_recorded && to.has_volumes {
+            // An ordinary volume.
+            return to.volumes.get_mut(&volume).into_iter().for_each(Volume::publish);
+        }
         let now = self.brain_now(side);
         let to = &mut self.sides[side];
         let (stored, version) = (to.stored(), to.version);

@@ -18,6 +18,10 @@ pub(super) struct Side {
     /// Every record that was written, for restores.
     history: Vec<(Vec<u8>, u64)>,
     term: u64,
+    /// False: there is no record of the group, and [`Self::stored`] is that of a mirror that is over.
+    pub is_recorded: bool,
+    /// False: they were deleted.
+    pub has_volumes: bool,
     /// Brains that live; the second one has not heard that it was replaced.
     pub brains: Vec<(u64, Brain)>,
     pub is_starting: bool,
@@ -41,6 +45,8 @@ impl Side {
             record: bytes,
             version: 1,
             term: record.term,
+            is_recorded: true,
+            has_volumes: true,
             brains: Vec::new(),
             is_starting: true,
             volumes: members.iter().map(volume).collect(),
@@ -59,12 +65,23 @@ impl Side {
         Record::decode(&self.record).expect("what was encoded is decoded")
     }
 
+    /// Puts a record in the place of the present one.
+    pub fn put(&mut self, record: &Record) {
+        self.record = record.encode();
+        self.history.push((self.record.clone(), self.version));
+    }
+
     pub fn brain(&self) -> Option<&Brain> {
         self.brains.first().map(|(_, brain)| brain)
     }
 
     pub fn is_newest(&self, brain: u64) -> bool {
         self.brains.first().is_some_and(|(number, _)| *number == brain)
+    }
+
+    /// A client may write to a member of the mirror.
+    pub fn rules(&self) -> bool {
+        self.is_recorded && self.volumes.values().any(Volume::is_writable)
     }
 
     /// Points that all members with a base hold.
@@ -126,7 +143,7 @@ impl Mirrors {
         let before = self.sides[side].stored();
         let to = &mut self.sides[side];
         // The former store of a controller whose records were restored elsewhere is no one's.
-        if record.term != to.term {
+        if record.term != to.term || !to.is_recorded {
             return;
         }
         let outcome = if to.version == expected {
@@ -187,6 +204,9 @@ impl Mirrors {
         let is_first = now.time.0 < SECOND;
         let to = &mut self.sides[side];
         to.is_starting = false;
+        if !to.is_recorded {
+            return;
+        }
         let brain = Brain::new(now, to.stored(), to.version);
         // At most two at once.
         to.brains.truncate(1);

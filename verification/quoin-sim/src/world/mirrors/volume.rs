@@ -245,6 +245,14 @@ impl Volume {
         Some(Effect::Overwrote(former))
     }
 
+    /// Makes it an ordinary volume. Its target stays, and remembers which orders it has seen.
+    pub fn release(&mut self) {
+        self.points.clear();
+        (self.at, self.keepsake, self.lost, self.ordered) = (None, None, None, None);
+        self.feed.stop();
+        self.sync();
+    }
+
     pub fn report(&mut self, seen_ms: u64) -> Observed {
         self.serial += 1;
         Observed {
