@@ -12,6 +12,8 @@
 //! [`GroupPoint::commands`] says what each target is to be told now, again and again, and
 //! [`GroupPoint::on`] takes in what it answers. Everything may be said twice, and late.
 
+pub mod attempts;
+
 use std::fmt;
 use std::time::Duration;
 
@@ -21,7 +23,7 @@ use quoin_types::mutant;
 use quoin_types::time::Time;
 
 /// Most volumes of one point.
-pub const POINT_VOLUMES_MAX: usize = 64;
+pub const POINT_VOLUMES_MAX: usize = 128;
 /// Time beyond the holds within which the last targets may answer.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 /// Time within which all cuts must be on media.

@@ -298,12 +298,16 @@ impl Mirrors {
         let life = self.life(group);
         let mut life = life.lock().await;
         let Some(record) = self.state.mirrored.group(group) else {
-            *life = None;
+            if let Some(mut former) = life.take() {
+                self.leave_cut(&mut former);
+            }
             self.end(group);
             return Ok(None);
         };
         // A mirror that was ended and begun again is another one: no word and no role of the former counts in it.
-        life.take_if(|live| live.created_ms != record.created_ms);
+        if let Some(mut former) = life.take_if(|live| live.created_ms != record.created_ms) {
+            self.leave_cut(&mut former);
+        }
         let now = self.now();
         let live = life.get_or_insert_with(|| Live {
             brain: Brain::new(now, record.brain().clone(), record.version),

@@ -215,6 +215,13 @@ impl Mirrors {
         Ok(())
     }
 
+    /// Nobody asks for the verdict on the point that is being cut any more.
+    pub(super) fn leave_cut(&self, live: &mut Live) {
+        if let Some(point) = live.cutting.take() {
+            self.points.leave(Instant::now(), GroupId(point.0));
+        }
+    }
+
     /// The verdict on the point that is being cut, once there is one.
     pub(super) async fn verdict(
         &self,
@@ -225,9 +232,7 @@ impl Mirrors {
         let brain = record.brain();
         if !live.brain.is_cutting(point) {
             // The brain has gone on: its verdict counts no more, and the point may be made.
-            self.points.give_up(Instant::now(), GroupId(point.0));
-            self.points.forget(GroupId(point.0));
-            live.cutting = None;
+            self.leave_cut(live);
             return Ok(None);
         }
         let members: Vec<VolumeId> = brain.members.iter().map(|member| member.volume).collect();
@@ -372,8 +377,7 @@ impl Mirrors {
         self.release(record).await?;
         let peer = self.state.joined.peers.get(&brain.peer.to_string());
         let word = live.brain.heard().map(|word| word.role);
-        let knows = matches!(word, Some(Role::Orphan | Role::Off));
-        if !brain.is_own() || !brain.is_paired || peer.is_none() || knows {
+        if brain.is_over(word) || peer.is_none() {
             self.state.mirrored.records.remove(&record.name(), |r| r.role() == Role::Off).await?;
         }
         Ok(())

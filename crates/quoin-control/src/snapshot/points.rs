@@ -3,10 +3,11 @@
 //! All of it is memory of this process. Which snapshots belong to an attempt is recorded before the
 //! first hold, so a controller that starts finds them, deletes them and begins no attempt again.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard};
 
-use quoin_replication::group_point::{Broken, GroupPoint, PointAnswer, PointCommand, PointVerdict};
+use quoin_replication::group_point::attempts::Attempts;
+use quoin_replication::group_point::{Broken, PointAnswer, PointCommand, PointVerdict};
 use quoin_types::ids::{GroupId, PointId, SnapshotId};
 use quoin_types::{Time, VolumeId};
 use tokio::time::Instant;
@@ -16,14 +17,20 @@ use crate::time::now_ms;
 /// Attempts under way, one a group at most.
 pub(crate) struct Points {
     begin: Instant,
-    running: Mutex<BTreeMap<GroupId, Running>>,
+    running: Mutex<Running>,
     /// Nodes whose targets follow their commands, and whether those know points.
     nodes: Mutex<HashSet<String>>,
 }
 
+#[derive(Default)]
 struct Running {
-    attempt: GroupPoint,
-    volumes: Vec<VolumeId>,
+    attempts: Attempts,
+    seen: HashMap<GroupId, Seen>,
+}
+
+/// Facts of an attempt that the core does not know.
+#[derive(Clone, Default)]
+struct Seen {
     /// Sizes of the volumes at their cuts.
     sizes: HashMap<SnapshotId, u64>,
     /// When all were cut, by this clock.
@@ -43,7 +50,7 @@ impl Points {
         Self { begin, running: Mutex::default(), nodes: Mutex::default() }
     }
 
-    fn running(&self) -> MutexGuard<'_, BTreeMap<GroupId, Running>> {
+    fn running(&self) -> MutexGuard<'_, Running> {
         self.running.lock().expect("no holder of this lock panics")
     }
 
@@ -75,48 +82,39 @@ impl Points {
         hold_ms: u32,
         members: Vec<(VolumeId, SnapshotId)>,
     ) -> bool {
-        let volumes: Vec<VolumeId> = members.iter().map(|(volume, _)| *volume).collect();
+        let time = self.time(now);
         let mut running = self.running();
-        let is_busy = running.values().any(|r| r.volumes.iter().any(|v| volumes.contains(v)));
-        if is_busy || running.contains_key(&group) {
-            return false;
-        }
-        let attempt = GroupPoint::begin(self.time(now), point, hold_ms, members);
-        let (sizes, cut_ms) = (HashMap::new(), 0);
-        running.insert(group, Running { attempt, volumes, sizes, cut_ms });
-        true
+        let Running { attempts, seen } = &mut *running;
+        let has_begun = attempts.begin(time, group, point, hold_ms, members);
+        seen.retain(|group, _| attempts.is_running(*group));
+        has_begun
     }
 
     pub fn is_running(&self, group: GroupId) -> bool {
-        self.running().contains_key(&group)
+        self.running().attempts.is_running(group)
     }
 
     /// Gives an attempt up: its holds are released, then it ends.
     pub fn give_up(&self, now: Instant, group: GroupId) {
-        let time = self.time(now);
-        if let Some(running) = self.running().get_mut(&group) {
-            running.attempt.give_up(time);
-        }
+        self.running().attempts.give_up(self.time(now), group);
+    }
+
+    /// Gives an attempt up that nobody waits for.
+    pub fn leave(&self, now: Instant, group: GroupId) {
+        self.running().attempts.leave(self.time(now), group);
     }
 
     /// The end of an attempt; `None`: it is under way.
     pub fn ended(&self, now: Instant, group: GroupId) -> Option<Ended> {
-        let time = self.time(now);
-        let mut all = self.running();
-        let running = all.get_mut(&group)?;
-        running.attempt.tick(time);
-        let verdict = running.attempt.verdict()?;
-        Some(Ended { verdict, sizes: running.sizes.clone(), cut_ms: running.cut_ms })
+        let mut running = self.running();
+        let verdict = running.attempts.verdict(self.time(now), group)?;
+        let Seen { sizes, cut_ms } = running.seen.get(&group).cloned().unwrap_or_default();
+        Some(Ended { verdict, sizes, cut_ms })
     }
 
     /// Forgets an attempt that has ended.
     pub fn forget(&self, group: GroupId) {
-        let is_over = |running: &mut Running| running.attempt.verdict().is_some();
-        if let std::collections::btree_map::Entry::Occupied(mut found) = self.running().entry(group)
-            && is_over(found.get_mut())
-        {
-            found.remove();
-        }
+        self.running().attempts.forget(group);
     }
 
     /// Commands for the volumes that `is_served` says are.
@@ -124,12 +122,7 @@ impl Points {
         &self,
         is_served: impl Fn(VolumeId) -> bool,
     ) -> Vec<(PointId, VolumeId, PointCommand)> {
-        let running = self.running();
-        let all = running.values().flat_map(|running| {
-            let point = running.attempt.point();
-            running.attempt.commands().into_iter().map(move |(volume, what)| (point, volume, what))
-        });
-        all.filter(|(_, volume, _)| is_served(*volume)).collect()
+        self.running().attempts.commands().filter(|(_, volume, _)| is_served(*volume)).collect()
     }
 
     /// Takes in what a target answered for a point. Returns the group and its volumes, whose targets
@@ -143,10 +136,9 @@ impl Points {
     ) -> Option<(GroupId, Vec<VolumeId>)> {
         let time = self.time(now);
         let mut running = self.running();
-        let is_it = |running: &Running| running.attempt.point() == point;
-        let (group, running) = running.iter_mut().find(|(_, running)| is_it(running))?;
-        running.on(time, volume, answer);
-        Some((*group, running.volumes.clone()))
+        let group = running.attempts.answered(time, volume, point, answer)?;
+        running.note_cut(group);
+        Some((group, running.attempts.volumes(group).to_vec()))
     }
 
     /// The same of the snapshot of a volume.
@@ -159,21 +151,24 @@ impl Points {
         size_bytes: u64,
     ) -> Option<Vec<VolumeId>> {
         let time = self.time(now);
-        let mut all = self.running();
-        let running = all.get_mut(&group)?;
-        if let PointAnswer::Snapshot { id, .. } = answer {
-            running.sizes.insert(id, size_bytes);
+        let mut running = self.running();
+        if !running.attempts.snapshot_answered(time, volume, group, answer) {
+            return None;
         }
-        running.on(time, volume, answer);
-        Some(running.volumes.clone())
+        if let PointAnswer::Snapshot { id, .. } = answer {
+            running.seen.entry(group).or_default().sizes.insert(id, size_bytes);
+        }
+        running.note_cut(group);
+        Some(running.attempts.volumes(group).to_vec())
     }
 }
 
 impl Running {
-    fn on(&mut self, time: Time, volume: VolumeId, answer: PointAnswer) {
-        self.attempt.on(time, volume, answer);
-        if self.cut_ms == 0 && self.attempt.is_cut() {
-            self.cut_ms = now_ms();
+    fn note_cut(&mut self, group: GroupId) {
+        let is_cut = self.attempts.is_cut(group);
+        let seen = self.seen.entry(group).or_default();
+        if seen.cut_ms == 0 && is_cut {
+            seen.cut_ms = now_ms();
         }
     }
 }

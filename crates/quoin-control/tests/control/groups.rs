@@ -384,7 +384,7 @@ async fn what_cannot_be_a_group_is_refused_with_the_rule() {
     let cluster = served().await;
     for (name, volumes, word) in [
         ("", &["a"][..], "needs one"),
-        ("g", &[], "1 to 64"),
+        ("g", &[], "1 to 128"),
         ("g", &["a", "a"], "twice"),
         ("a\u{1}", &["a"], "control character"),
     ] {

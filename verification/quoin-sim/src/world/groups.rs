@@ -7,16 +7,16 @@
 //! | GroupCut | a write in one volume's cut whose cause, shown to a client before, another's cut lacks |
 //! | HoldBounded | a target that runs and holds its answers longer than the longest hold |
 //! | SnapshotSurvives | a cut of a point that counts and is not in its volume's history |
+//! | PointsGoOn | a point that does not begin, though the one before it was given up long ago |
 //!
 //! Whatever any client was shown before a write was issued is taken for a cause of the write.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use quoin_replication::group_point::{
-    GroupPoint, PointAnswer, PointCommand, PointCut, PointVerdict,
-};
+use quoin_replication::group_point::attempts::Attempts;
+use quoin_replication::group_point::{PointAnswer, PointCommand, PointCut, PointVerdict};
 use quoin_replication::primary::{PrimaryEvent, SnapshotWish};
-use quoin_types::ids::{PointId, SnapshotId};
+use quoin_types::ids::{GroupId, PointId, SnapshotId};
 use quoin_types::{Position, Time, VolumeId};
 
 use super::{RunOptions, World};
@@ -54,11 +54,14 @@ struct Channel {
     last_due: Instant,
 }
 
-/// The attempt of the present coordinator.
+/// The attempt that the present coordinator waits for.
 struct Attempt {
-    point: GroupPoint,
+    group: GroupId,
     snapshots: Vec<SnapshotId>,
 }
+
+/// Longest time after which an attempt that was left keeps a later one from its volumes.
+const LEFT_WITHIN: u64 = 5000 * MILLISECOND;
 
 /// A run of several volumes.
 pub(crate) struct Groups {
@@ -66,7 +69,15 @@ pub(crate) struct Groups {
     random: Random,
     schedule: Schedule<GroupEvent>,
     channels: Vec<Channel>,
+    /// All attempts of the present coordinator, also those that it left.
+    attempts: Attempts,
     attempt: Option<Attempt>,
+    /// Of its own, for what is left: other runs are what they were.
+    leaving: Random,
+    leave_percent: u64,
+    /// Since when an attempt does not begin.
+    busy_since: Option<Instant>,
+    pub left: u64,
     coordinator: u64,
     attempts_left: u64,
     next_id: u128,
@@ -81,6 +92,7 @@ fn volume(world: usize) -> VolumeId {
 impl Groups {
     pub fn new(options: RunOptions) -> Self {
         let mut random = Random::new(options.seed ^ 0x6772_6f75_7073);
+        let mut leaving = Random::new(options.seed ^ 0x6c65_6176_6500);
         let count = random.between(2, 3);
         let seed = |n: u64| options.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(n);
         let world = |n| World::new(RunOptions { seed: seed(n), ..options });
@@ -95,7 +107,12 @@ impl Groups {
             random,
             schedule,
             channels,
+            attempts: Attempts::default(),
             attempt: None,
+            leave_percent: if leaving.percent(40) { 30 } else { 0 },
+            leaving,
+            busy_since: None,
+            left: 0,
             coordinator: 0,
             next_id: FIRST_ID,
             made: 0,
@@ -153,11 +170,15 @@ impl Groups {
             GroupEvent::Look => self.look(),
             GroupEvent::Deliver(world) => self.deliver(world),
             GroupEvent::Answer(world, point, answer) => {
-                let time = self.time();
-                if let Some(attempt) = &mut self.attempt
-                    && point.is_none_or(|point| attempt.point.point() == point)
-                {
-                    attempt.point.on(time, volume(world), answer);
+                let (time, volume) = (self.time(), volume(world));
+                let waited = self.attempt.as_ref().map(|attempt| attempt.group);
+                let counts = match point {
+                    Some(point) => self.attempts.answered(time, volume, point, answer).is_some(),
+                    None => waited.is_some_and(|group| {
+                        self.attempts.snapshot_answered(time, volume, group, answer)
+                    }),
+                };
+                if counts {
                     self.go_on();
                 }
             }
@@ -174,11 +195,16 @@ impl Groups {
         let ids = self.next_id..self.next_id + self.worlds.len() as u128;
         self.next_id = ids.end;
         let snapshots: Vec<SnapshotId> = ids.map(SnapshotId).collect();
-        let members = snapshots.iter().enumerate().map(|(n, id)| (volume(n), *id));
+        let members = snapshots.iter().enumerate().map(|(n, id)| (volume(n), *id)).collect();
         let hold_ms = *self.random.pick(&[50, 500, 1000, 5000]);
         let point = PointId(self.random.wide());
-        let point = GroupPoint::begin(self.time(), point, hold_ms, members);
-        self.attempt = Some(Attempt { point, snapshots });
+        let group = GroupId(point.0);
+        let (now, time) = (self.now(), self.time());
+        if !self.attempts.begin(time, group, point, hold_ms, members) {
+            return self.wait_for_the_left(now);
+        }
+        self.busy_since = None;
+        self.attempt = Some(Attempt { group, snapshots });
         self.coordinator += 1;
         if self.random.percent(25) {
             let delay = self.random.below(60 * MILLISECOND);
@@ -188,13 +214,30 @@ impl Groups {
         self.schedule.after(SAY_AGAIN, GroupEvent::Look);
     }
 
+    /// PointsGoOn: an attempt that was left ends by itself.
+    fn wait_for_the_left(&mut self, now: Instant) {
+        let since = *self.busy_since.get_or_insert(now);
+        if now.saturating_sub(since) > LEFT_WITHIN {
+            let detail = format!("no point begins for {} ms", (now - since) / MILLISECOND);
+            return self.worlds[0].violate("PointsGoOn", detail);
+        }
+        self.attempts_left += 1;
+        self.say_commands();
+        self.schedule.after(SAY_AGAIN, GroupEvent::Begin);
+    }
+
     fn look(&mut self) {
         let time = self.time();
         let is_late = self.is_late();
-        let Some(attempt) = &mut self.attempt else { return };
-        attempt.point.tick(time);
+        let Some(attempt) = &self.attempt else { return };
+        let group = attempt.group;
         if is_late {
-            attempt.point.give_up(time);
+            self.attempts.give_up(time, group);
+        } else if self.leaving.percent(self.leave_percent) {
+            // Its owner has gone on to something else, as a mirror that is demoted.
+            self.left += 1;
+            self.attempts.leave(time, group);
+            return self.end();
         }
         self.go_on();
         if self.attempt.is_some() {
@@ -202,16 +245,24 @@ impl Groups {
         }
     }
 
+    fn say_commands(&mut self) {
+        let commands: Vec<_> = self.attempts.commands().collect();
+        for (point, volume, command) in commands {
+            self.send(volume.0 as usize - 1, Message::Command(point, command));
+        }
+    }
+
     /// Says what is to be done now, or ends the attempt.
     fn go_on(&mut self) {
+        let time = self.time();
         let Some(attempt) = &self.attempt else { return };
-        match attempt.point.verdict() {
-            None => {
-                let point = attempt.point.point();
-                for (volume, command) in attempt.point.commands() {
-                    self.send(volume.0 as usize - 1, Message::Command(point, command));
-                }
-            }
+        let group = attempt.group;
+        let verdict = self.attempts.verdict(time, group);
+        if verdict.is_some() {
+            self.attempts.forget(group);
+        }
+        match verdict {
+            None => self.say_commands(),
             Some(PointVerdict::Broken(_)) => self.end(),
             Some(PointVerdict::Made(cuts)) => {
                 self.made += 1;
@@ -241,6 +292,7 @@ impl Groups {
 
     /// The next coordinator finds the snapshots of the attempt in the records, and no more.
     fn die(&mut self) {
+        self.attempts = Attempts::default();
         self.end();
     }
 
@@ -383,7 +435,7 @@ mod tests {
 
     #[test]
     fn points_are_made_over_volumes_whose_targets_are_replaced() {
-        let mut made = 0;
+        let (mut made, mut left) = (0, 0);
         for seed in 1..=12 {
             let options = RunOptions {
                 seed,
@@ -395,8 +447,9 @@ mod tests {
             groups.run();
             let report = groups.report(seed);
             assert_eq!(report.violation, None);
-            made += groups.made;
+            (made, left) = (made + groups.made, left + groups.left);
         }
+        assert!(left > 2, "only {left} attempts were left");
         assert!(made > 12, "only {made} points were made");
         assert!(made < 12 * 16, "none was ever broken");
     }
