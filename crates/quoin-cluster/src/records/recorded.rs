@@ -148,7 +148,8 @@ fn mirror_of_a_group() -> MirrorRecord {
         bandwidth_limit: 1 << 20,
         is_paused: true,
     };
-    MirrorRecord::new(brain, ("shop".into(), false), settings, 1_700_000_000_000)
+    let made = MirrorRecord::new(brain, ("shop".into(), false), settings, 1_700_000_000_000);
+    MirrorRecord { version: 1, ..made }
 }
 
 fn mirror_that_was_compared() -> MirrorRecord {
