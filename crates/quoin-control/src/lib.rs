@@ -1,6 +1,6 @@
 //! The control plane: the desired state of the cluster, and the changes that reach it.
 //!
-//! * [`store`]: records under compare-and-swap; embedded on redb, or in etcd for several controllers.
+//! * [`store`]: records under compare-and-swap; embedded on redb, or for several controllers in etcd or Kubernetes.
 //! * The records and the decisions about ownership are those of `quoin-cluster`.
 //! * [`Controller`]: the logic, apart from gRPC: creation and deletion of volumes, attachments,
 //!   epochs and replacements, reports, assignments, reconcilers, events, members of the cluster.
@@ -20,6 +20,7 @@ mod disaster;
 mod error;
 mod fields;
 mod files;
+mod kubernetes_api;
 mod membership;
 mod messages;
 mod mirror;
@@ -38,7 +39,8 @@ pub use disaster::recovery::LEASES_OVER_AFTER;
 pub use disaster::scheduled_backup::BackupSchedule;
 pub use disaster::{backup, kept_backups, salvage};
 pub use error::Error;
-pub use membership::kubernetes::{AUDIENCE, ApiError, ApiOptions, KubernetesOptions};
+pub use kubernetes_api::{ApiError, ApiOptions};
+pub use membership::kubernetes::{AUDIENCE, KubernetesOptions};
 pub use membership::term::let_recover;
 pub use reconcile::cordon::{Cordoning, Scope};
 pub use reconcile::dying;

@@ -23,14 +23,16 @@ use crate::controller::Controller;
 use crate::disaster::backup::doubted_records;
 use crate::disaster::scheduled_backup::BackupSchedule;
 pub use crate::files::is_initialised;
-use crate::files::{AUTHORITY_FILE, ETCD_FILE, RECORDS_FILE, is_one_of_several, refuse_foreign};
+use crate::files::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::membership::kubernetes::{Kubernetes, KubernetesOptions};
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
 use crate::reconcile::reach::Dialler;
 use crate::reconcile::work;
 use crate::settings::Settings;
 use crate::state::events::{Object, Severity};
-use crate::state::store::{Embedded, Etcd, EtcdOptions, Rule, Store, StoreError};
+use crate::state::store::{
+    Embedded, Rule, SharedOptions, SharedStore, Store, StoreError, campaign, keep_ruling, release,
+};
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
 use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
@@ -57,8 +59,8 @@ pub enum Records {
     /// In the controller's directory: it is the only controller.
     #[default]
     Embedded,
-    /// In etcd, for several controllers, of which one rules.
-    Etcd(EtcdOptions),
+    /// In an engine that several controllers share, of which one rules.
+    Shared(SharedOptions),
 }
 
 /// Options of `quoin controller run`.
@@ -264,23 +266,23 @@ fn close_to_others(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes a cluster whose records lie in etcd; where there is one already, `dir` becomes the directory of another
+/// Makes a cluster whose records lie in an engine; where there is one already, `dir` becomes the directory of another
 /// controller of it, and the answer has no token. Never overwrites one.
 pub async fn join_controllers(
     dir: &Path,
-    options: &EtcdOptions,
+    options: &SharedOptions,
     lifetimes: Lifetimes,
 ) -> Result<JoinedControllers, Error> {
     if is_initialised(dir) {
         return Err(Error::AlreadyInitialised(dir.to_owned()));
     }
     refuse_foreign(dir)?;
-    let store = Etcd::new(options)?;
+    let store = options.open()?;
     let found = match store.authority().await? {
         Some(found) => found,
         None => {
             let authority = match Authority::create(dir, lifetimes) {
-                // A former attempt ended before etcd had it.
+                // A former attempt ended before the engine had it.
                 Err(quoin_identity::Error::AuthorityExists { .. }) => {
                     Authority::load(dir, lifetimes)?
                 }
@@ -313,28 +315,32 @@ pub async fn join_controllers(
 }
 
 /// Says in the directory where the records are: its last file.
-fn mark_one_of_several(dir: &Path, options: &EtcdOptions) -> Result<(), Error> {
+fn mark_one_of_several(dir: &Path, options: &SharedOptions) -> Result<(), Error> {
     use std::io::Write;
-    let path = dir.join(ETCD_FILE);
+    let path = engine_file(dir, options);
     let made = std::fs::File::options().write(true).create_new(true).open(&path);
     let written = made.and_then(|mut file| {
-        writeln!(file, "{}", options.prefix)?;
+        writeln!(file, "{}", options.engine.place())?;
         file.sync_all()
     });
     written.map_err(|source| Error::File { path, source })
 }
 
-/// The first records of a cluster in etcd.
+fn engine_file(dir: &Path, options: &SharedOptions) -> PathBuf {
+    dir.join(format!("records.{}", options.engine.name()))
+}
+
+/// The first records of a cluster in an engine.
 async fn make_in(
     dir: &Path,
-    store: Etcd,
+    store: Arc<dyn SharedStore>,
     authority: Authority,
-    options: &EtcdOptions,
+    options: &SharedOptions,
 ) -> Result<JoinedControllers, Error> {
     let identity = identity_of(dir, &authority)?;
     close_to_others(dir)?;
     let settings = Options::new(dir).settings();
-    let made = first_token(Arc::new(store), identity, authority, settings).await?;
+    let made = first_token(store, identity, authority, settings).await?;
     mark_one_of_several(dir, options)?;
     Ok(JoinedControllers::Made(made))
 }
@@ -397,40 +403,41 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
             let controller = Arc::new(open(&options).await?);
             serve_on_sockets(&options, controller, shutdown.clone(), shutdown).await
         }
-        Records::Etcd(etcd) => run_by_lease(&options, etcd, shutdown).await,
+        Records::Shared(shared) => run_by_lease(&options, shared, shutdown).await,
     }
 }
 
 /// Waits for this controller's turn, and serves while it rules.
 async fn run_by_lease(
     options: &Options,
-    etcd: &EtcdOptions,
+    shared: &SharedOptions,
     shutdown: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     options.check()?;
-    if !is_one_of_several(&options.dir) {
+    if !engine_file(&options.dir, shared).exists() {
         return Err(Error::NotInitialised(options.dir.clone()));
     }
-    let store = Arc::new(Etcd::new(etcd)?);
+    let store = shared.open()?;
     let mut down = shutdown.clone();
     let rule = tokio::select! {
-        rule = store.campaign(&etcd.controller, etcd.times) => rule?,
+        rule = campaign(&*store) => rule?,
         _ = down.wait_for(|down| *down) => return Ok(()),
     };
-    tracing::info!(etcd = store.member(), "this controller rules");
-    let served = serve_while_ruling(options, etcd, &store, &rule, shutdown);
+    tracing::info!(server = store.server(), "this controller rules");
+    let served = serve_while_ruling(options, shared, &store, &rule, shutdown);
     let outcome = tokio::select! {
         served = served => served,
-        () = store.keep_ruling(&rule) => Err(StoreError::NotLeading.into()),
+        () = keep_ruling(&*store, &rule) => Err(StoreError::NotLeading.into()),
+        key = store.changed_by_others(&rule) => Err(StoreError::ChangedByOthers { key }.into()),
     };
-    store.release(&rule).await;
+    release(&*store, &rule).await;
     outcome
 }
 
 async fn serve_while_ruling(
     options: &Options,
-    etcd: &EtcdOptions,
-    store: &Arc<Etcd>,
+    shared: &SharedOptions,
+    store: &Arc<dyn SharedStore>,
     rule: &Rule,
     shutdown: watch::Receiver<bool>,
 ) -> Result<(), Error> {
@@ -443,7 +450,7 @@ async fn serve_while_ruling(
     let controller = Arc::new(open_with(options, store.clone(), authority).await?);
     // Members take no order of a former controller from the first word of this one on.
     controller.membership.terms.begin().await?;
-    let message = format!("controller {} rules", etcd.controller);
+    let message = format!("controller {} rules", shared.controller);
     let cluster = Object::new("cluster", "", "");
     controller.state.events().record(Severity::Normal, cluster, "ControllerRules", message);
     // Members turn to the next controller once it may rule, while people can ask this one still.

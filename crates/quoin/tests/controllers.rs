@@ -1,4 +1,4 @@
-//! Two controllers with their records in etcd: one of them rules, and the other one takes its place.
+//! Two controllers with their records in etcd or in Kubernetes: one of them rules, and the other one takes its place.
 
 use crate::common;
 
@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{Cluster, Place, Process, User, eventually, free_port, signal};
+use quoin_testkit::kubernetes_api::KubernetesApi;
 
 use crate::terms::{Writer, verify};
 
@@ -117,14 +118,13 @@ struct Two {
 }
 
 impl Two {
-    fn start(name: &str, etcd: &Etcd) -> Self {
-        let flags = [&etcd.flags()[..], &LEASE].concat();
-        let mut cluster = Cluster::made_with(name, &Place::here(), &etcd.flags(), &flags);
+    fn start(name: &str, store: &[&str]) -> Self {
+        let flags = [store, &LEASE].concat();
+        let mut cluster = Cluster::made_with(name, &Place::here(), store, &flags);
         let first = cluster.controller.clone();
         let second = format!("127.0.0.1:{}", free_port());
         let state = cluster.path("second");
-        let made =
-            cluster.ok(&[&["controller", "init", "--state", &state], &etcd.flags()[..]].concat());
+        let made = cluster.ok(&[&["controller", "init", "--state", &state], store].concat());
         assert!(made.contains("another controller"), "{made}");
         cluster.controller = format!("{first},{second}");
         let logs = cluster.scratch.0.clone();
@@ -190,7 +190,11 @@ impl User {
 fn a_controller_that_is_lost_is_followed_by_the_other_one_and_no_write_waits_for_it() {
     let scratch = common::Scratch::new("controllers-etcd");
     let etcd = Etcd::start(&scratch.0);
-    let mut two = Two::start("controllers", &etcd);
+    let mut two = Two::start("controllers", &etcd.flags());
+    a_lost_controller_is_followed(&mut two);
+}
+
+fn a_lost_controller_is_followed(two: &mut Two) {
     let here = Place::here();
     for pool in ["pool-a", "pool-b", "pool-c"] {
         two.cluster.pool(&here, pool, &[]);
@@ -240,7 +244,7 @@ fn a_controller_that_is_lost_is_followed_by_the_other_one_and_no_write_waits_for
 fn without_a_majority_of_etcd_questions_are_answered_and_nothing_changes() {
     let scratch = common::Scratch::new("controllers-cut-etcd");
     let mut etcd = Etcd::start(&scratch.0);
-    let mut two = Two::start("controllers-cut", &etcd);
+    let mut two = Two::start("controllers-cut", &etcd.flags());
     let here = Place::here();
     for pool in ["pool-a", "pool-b", "pool-c"] {
         two.cluster.pool(&here, pool, &[]);
@@ -280,4 +284,59 @@ fn without_a_majority_of_etcd_questions_are_answered_and_nothing_changes() {
     eventually("a controller rules, and makes a volume", || {
         [user, other].iter().any(|user| create_by(user, "four").status.success()).then_some(())
     });
+}
+
+/// Proves the same with the records in Kubernetes' API, which loses answers and is away for a while, and that a
+/// controller whose records somebody else changes ends and is followed by one that reads them anew.
+#[test]
+fn records_in_kubernetes_have_one_controller_that_rules_and_no_change_by_others_goes_unseen() {
+    let scratch = common::Scratch::new("controllers-kubernetes");
+    let api = KubernetesApi::start();
+    let (token, address) = (scratch.0.join("token"), api.address());
+    std::fs::write(&token, "of.the.pod").unwrap();
+    let place = ["--kubernetes-api", &address, "--kubernetes-namespace", "quoin"];
+    let caller = ["--kubernetes-token", token.to_str().unwrap()];
+    let flags = [&["--store", "kubernetes"], &place[..], &caller].concat();
+    let mut two = Two::start("controllers-k8s", &flags);
+    a_lost_controller_is_followed(&mut two);
+    two.run(1);
+
+    let create = |name: &str| {
+        let size = ["--size", "16MiB", "--spread", "pool", "--timeout", "5"];
+        let outcome = two.users[0].quoin(&[&["volume", "create", name], &size[..]].concat());
+        outcome.status.success()
+    };
+    // The change is made though its answer is lost: it is not made twice, and not forgotten.
+    api.lose_answers(1);
+    create("third");
+    eventually("the volume is there once", || create("third").then_some(()));
+    let names = || {
+        let listed = two.users[0].json(&["volume", "list"]);
+        let listed = listed.as_array().unwrap().clone();
+        listed.iter().map(|volume| volume["name"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(), ["db", "third"]);
+    api.set_away(true);
+    eventually("nothing changes while the API is away", || (!create("fourth")).then_some(()));
+    assert_eq!(names(), ["db", "third"], "questions are answered");
+    api.set_away(false);
+    eventually("a controller rules again", || {
+        two.users
+            .iter()
+            .any(|user| user.rules() && user.quoin(&["volume", "get", "third"]).status.success())
+            .then_some(())
+    });
+
+    let ruler = usize::from(!two.users[0].rules());
+    let changed = api.names("records").into_iter().find(|name| name.contains("volume")).unwrap();
+    let mut object = api.object("records", &changed).unwrap();
+    object["spec"]["rule"] = serde_json::json!(1_000_000);
+    api.change("records", &changed, Some(object));
+    let mut former = two.take(ruler);
+    eventually("the controller that ruled has ended", || former.ended());
+    let log = two.users[0].log(Two::name(ruler));
+    assert!(log.contains("was changed by somebody else"), "{log}");
+    eventually("the other one rules", || two.users[1 - ruler].rules().then_some(()));
+    let get = two.users[1 - ruler].json(&["volume", "get", "third"]);
+    assert_eq!(get["name"], "third", "{get}");
 }

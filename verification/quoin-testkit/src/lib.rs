@@ -3,7 +3,9 @@
 //! * [`skipped`] says that this machine does not let a test prove what its name says.
 //! * [`attempts_while_processes_start`] outwaits copies of descriptors in processes that start.
 //! * [`nbd_server`] is a volume in memory behind the real NBD session, on a unix socket.
+//! * [`kubernetes_api`] speaks the rules of Kubernetes' API for the objects that Quoin keeps there.
 
+pub mod kubernetes_api;
 pub mod nbd_server;
 mod skipped;
 mod starting;

@@ -249,9 +249,9 @@ async fn made(
     let made = match (records, records_lost) {
         (Records::Embedded, true) => quoin_control::init_again(state, lifetimes).await?,
         (Records::Embedded, false) => quoin_control::init(state, lifetimes).await?,
-        (Records::Etcd(_), true) => anyhow::bail!("--records-lost is for the embedded store"),
-        (Records::Etcd(etcd), false) => {
-            match quoin_control::join_controllers(state, &etcd, lifetimes).await? {
+        (Records::Shared(_), true) => anyhow::bail!("--records-lost is for the embedded store"),
+        (Records::Shared(shared), false) => {
+            match quoin_control::join_controllers(state, &shared, lifetimes).await? {
                 JoinedControllers::Made(made) => made,
                 JoinedControllers::Another(cluster) => {
                     return Ok(MadeView { is_another: true, ..view(cluster.to_string()) });
@@ -280,7 +280,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
         }
         ControllerCommand::Init { state, records_lost, records, lifetime } => {
             let view =
-                one_thread()?.block_on(made(&state, records_lost, records.records(), lifetime));
+                one_thread()?.block_on(made(&state, records_lost, records.records()?, lifetime));
             let view = view.with_context(|| format!("make a cluster in {}", state.display()))?;
             output::print_one(format, &view, || {
                 let MadeView { cluster_id, state, join_token, .. } = &view;
@@ -305,7 +305,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
         ControllerCommand::Run(options) => {
             let mut control = quoin_control::Options::new(&options.state);
             control.admin_socket = options.admin_socket;
-            control.records = options.records.records();
+            control.records = options.records.records()?;
             control.listen = options.listen.0;
             control.data_security = options.data_security;
             control.defaults.replicas = options.default_replicas;

@@ -4,15 +4,18 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use quoin_api::volume::parse_time;
-use quoin_control::Records;
-use quoin_control::store::{EtcdOptions, LeaseTimes};
+use quoin_control::store::{
+    Engine, EtcdOptions, KubernetesStoreOptions, LeaseTimes, SharedOptions,
+};
+use quoin_control::{ApiError, ApiOptions, Records};
 
 use super::host_name;
 
 #[derive(Args, Clone, Debug)]
 pub struct RecordsOptions {
-    /// Where the records lie: `embedded`, in the directory of the one controller; `etcd`, for several
-    /// controllers, of which one rules and the next one takes its place within seconds.
+    /// Where the records lie: `embedded`, in the directory of the one controller; `etcd`, or `kubernetes` in the
+    /// cluster's own API, for several controllers, of which one rules and the next one takes its place within
+    /// seconds.
     #[arg(long, value_enum, value_name = "STORE", default_value = "embedded", env = "QUOIN_STORE")]
     store: StoreKind,
     /// Addresses of etcd's members, separated by commas.
@@ -36,6 +39,23 @@ pub struct RecordsOptions {
     /// Private key of that certificate (PEM).
     #[arg(long, value_name = "FILE", env = "QUOIN_ETCD_KEY", requires = "etcd_certificate")]
     etcd_key: Option<PathBuf>,
+    /// Begins the name of each object in Kubernetes: one namespace may serve several clusters.
+    #[arg(long, value_name = "NAME", default_value = "quoin", env = "QUOIN_KUBERNETES_CLUSTER")]
+    kubernetes_cluster: String,
+    /// Address of Kubernetes' API, for a controller outside a pod [default: that of the pod, with the
+    /// namespace, the token and the authority of its service account].
+    #[arg(long, value_name = "URL", env = "QUOIN_KUBERNETES_API",
+          requires_all = ["kubernetes_namespace", "kubernetes_token"])]
+    kubernetes_api: Option<String>,
+    /// Namespace of the records at that address.
+    #[arg(long, value_name = "NAMESPACE", requires = "kubernetes_api")]
+    kubernetes_namespace: Option<String>,
+    /// Token of the caller there: a file, which is read at each call.
+    #[arg(long, value_name = "FILE", requires = "kubernetes_api")]
+    kubernetes_token: Option<PathBuf>,
+    /// Certificate of the authority that signed that API's own (PEM).
+    #[arg(long, value_name = "FILE", requires = "kubernetes_api", default_value = "")]
+    kubernetes_ca: PathBuf,
     /// Lease by which one of several controllers rules: it lasts so long, its holder orders nothing after so
     /// long without a renewal, and renews it so often.
     #[arg(long, value_name = "LASTS/RENEW/RETRY", default_value = "15s/10s/2s", env = "QUOIN_LEASE",
@@ -47,22 +67,37 @@ pub struct RecordsOptions {
 enum StoreKind {
     Embedded,
     Etcd,
+    Kubernetes,
 }
 
 impl RecordsOptions {
-    pub fn records(self) -> Records {
-        match self.store {
-            StoreKind::Embedded => Records::Embedded,
-            StoreKind::Etcd => Records::Etcd(EtcdOptions {
+    /// # Errors
+    /// Nothing says where Kubernetes' API is.
+    pub fn records(self) -> Result<Records, ApiError> {
+        let engine = match self.store {
+            StoreKind::Embedded => return Ok(Records::Embedded),
+            StoreKind::Etcd => Engine::Etcd(EtcdOptions {
                 endpoints: self.etcd_endpoints,
                 prefix: self.etcd_prefix,
                 ca: self.etcd_ca,
                 certificate: self.etcd_certificate,
                 key: self.etcd_key,
-                times: self.lease,
-                controller: host_name(),
             }),
-        }
+            StoreKind::Kubernetes => {
+                let api = match self.kubernetes_api {
+                    None => ApiOptions::of_pod()?,
+                    Some(server) => ApiOptions {
+                        server,
+                        ca: self.kubernetes_ca,
+                        token: self.kubernetes_token.unwrap_or_default(),
+                        namespace: self.kubernetes_namespace.unwrap_or_default(),
+                    },
+                };
+                Engine::Kubernetes(KubernetesStoreOptions { cluster: self.kubernetes_cluster, api })
+            }
+        };
+        let (times, controller) = (self.lease, host_name());
+        Ok(Records::Shared(SharedOptions { engine, times, controller }))
     }
 }
 

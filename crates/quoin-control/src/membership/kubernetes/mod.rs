@@ -5,7 +5,6 @@
 //! be any node's. The pod knows the cluster's authority by a ConfigMap that the controller keeps, and
 //! shows its token to nobody else.
 
-mod api;
 mod rules;
 
 use std::sync::Arc;
@@ -17,10 +16,9 @@ use serde_json::{Value, json};
 use tokio::sync::{Semaphore, watch};
 
 use crate::Error;
+use crate::kubernetes_api::{APPLY, Api, ApiError, ApiOptions, JSON};
 use crate::membership::members::Members;
 use crate::state::State;
-use api::{APPLY, Api, JSON};
-pub use api::{ApiError, ApiOptions};
 pub use rules::AUDIENCE;
 use rules::{Accounts, Review};
 

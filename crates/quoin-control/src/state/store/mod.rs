@@ -3,19 +3,24 @@
 //! A record is bytes under a key such as `volume/<id>`; each change gives it a new *revision*,
 //! a number that grows over the whole store. Everything the control plane must never get wrong
 //! is decided by a compare-and-swap of one record, so a store needs no transactions: an
-//! embedded database ([`Embedded`]), etcd ([`Etcd`]), or custom resources can all be one.
+//! embedded database ([`Embedded`]), etcd ([`Etcd`]), or custom resources ([`Kubernetes`]) can all be one.
 
 mod embedded;
 mod etcd;
+mod kubernetes;
+mod rule;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::sync::broadcast;
 
 pub use embedded::Embedded;
-pub use etcd::{Etcd, EtcdOptions, LeaseTimes, Rule};
+pub use etcd::{Etcd, EtcdOptions};
+pub use kubernetes::{Kubernetes, KubernetesStoreOptions};
+pub use rule::{LeaseTimes, Rule, campaign, keep_ruling, release};
 
 /// One record as the store has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -85,6 +90,90 @@ pub trait Store: Send + Sync + 'static {
     /// host has none: there the file is all.
     async fn keep_authority(&self, _authority: Vec<u8>) -> Result<(), StoreError> {
         Ok(())
+    }
+}
+
+/// A store that several controllers share, of which one rules by a lease.
+#[async_trait]
+pub trait SharedStore: Store {
+    /// The cluster's authority, as its file has it; `None`: no cluster was made here.
+    async fn authority(&self) -> Result<Option<Vec<u8>>, StoreError>;
+
+    /// Makes a cluster here, unless there is one. Returns true if it did; after an error a repeat tells.
+    async fn create_authority(&self, authority: &[u8]) -> Result<bool, StoreError>;
+
+    /// Takes the rule where nobody has it. Returns the name of who has it otherwise.
+    async fn stand(&self) -> Result<Result<Rule, String>, StoreError>;
+
+    /// Renews the lease. Returns false if it has passed to another controller.
+    async fn renew(&self, rule: &Rule) -> Result<bool, StoreError>;
+
+    /// Ends the lease now.
+    async fn give_up(&self, rule: &Rule) -> Result<(), StoreError>;
+
+    /// Waits until somebody else has changed the records under this rule, for an engine that cannot refuse
+    /// such a change.
+    async fn changed_by_others(&self, _rule: &Rule) -> String {
+        std::future::pending().await
+    }
+
+    /// How often a controller that waits for its turn looks.
+    fn look_every(&self) -> Duration;
+
+    /// Server that is asked, for the log.
+    fn server(&self) -> String;
+}
+
+/// Where controllers share their records, and under which lease one of them rules.
+#[derive(Clone, Debug)]
+pub struct SharedOptions {
+    pub engine: Engine,
+    pub times: LeaseTimes,
+    /// Name of this controller, which tells others who rules.
+    pub controller: String,
+}
+
+/// An engine that holds records for several controllers.
+#[derive(Clone, Debug)]
+pub enum Engine {
+    Etcd(EtcdOptions),
+    Kubernetes(KubernetesStoreOptions),
+}
+
+impl Engine {
+    /// Its name in options and file names.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Engine::Etcd(_) => "etcd",
+            Engine::Kubernetes(_) => "kubernetes",
+        }
+    }
+
+    /// Place of this cluster's records in it.
+    #[must_use]
+    pub fn place(&self) -> &str {
+        match self {
+            Engine::Etcd(options) => &options.prefix,
+            Engine::Kubernetes(options) => &options.cluster,
+        }
+    }
+}
+
+impl SharedOptions {
+    /// Opens the store; nothing need answer yet.
+    ///
+    /// # Errors
+    /// An option breaks its rule.
+    pub fn open(&self) -> Result<Arc<dyn SharedStore>, StoreError> {
+        self.times.check()?;
+        let controller = self.controller.clone();
+        Ok(match &self.engine {
+            Engine::Etcd(options) => Arc::new(Etcd::new(options, self.times, controller)?),
+            Engine::Kubernetes(options) => {
+                Arc::new(Kubernetes::new(options, self.times, controller)?)
+            }
+        })
     }
 }
 
@@ -207,6 +296,10 @@ pub enum StoreError {
     #[error("the records cannot be reached: {why}")]
     Away { why: String },
 
+    /// A page or a watch is of a version that the engine has no more.
+    #[error("the records of that version are gone")]
+    Expired,
+
     #[error("another controller rules by these records: ask that one")]
     NotLeading,
 
@@ -215,6 +308,12 @@ pub enum StoreError {
          questions and changes nothing until the records are reached again"
     )]
     NotRenewed { seconds: u64 },
+
+    #[error(
+        "record {key} was changed by somebody else while this controller rules: it ends, and the next one \
+         reads all records anew"
+    )]
+    ChangedByOthers { key: String },
 
     #[error("record {key} cannot be read: {reason}")]
     Record { key: String, reason: String },

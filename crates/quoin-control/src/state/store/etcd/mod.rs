@@ -6,10 +6,10 @@
 //! private key, is `PREFIX/authority`: whoever reads etcd can become a member.
 
 mod client;
-mod lease;
 
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use quoin_api::etcd::compare::{CompareResult, CompareTarget, TargetUnion};
@@ -20,10 +20,10 @@ use quoin_api::etcd::{
     TxnResponse,
 };
 use tokio::sync::broadcast;
+use tokio::time::Instant;
 
-use super::{Change, Entry, Put, Store, StoreError, Swap};
+use super::{Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap};
 use client::Client;
-pub use lease::{LeaseTimes, Rule};
 
 /// Changes that a slow follower may lag behind before it must list anew.
 const WATCH_CHANGES: usize = 1024;
@@ -33,6 +33,8 @@ const PAGE_RECORDS: i64 = 256;
 const TRANSACTION_PUTS: usize = 100;
 /// Longest prefix of keys.
 const PREFIX_BYTES_MAX: usize = 128;
+/// The next controller looks so often whether the one that rules is gone.
+const LOOK_EVERY: Duration = Duration::from_millis(300);
 
 /// Where the records lie in etcd, and how it is reached.
 #[derive(Clone, Debug)]
@@ -46,17 +48,17 @@ pub struct EtcdOptions {
     /// PEM files of this client's certificate and key.
     pub certificate: Option<PathBuf>,
     pub key: Option<PathBuf>,
-    pub times: LeaseTimes,
-    /// Name of this controller, which tells others who rules.
-    pub controller: String,
 }
 
 /// Records in etcd.
 pub struct Etcd {
     client: Client,
     prefix: String,
-    /// Rule of this controller; `None`: no controller rules by this store, and all changes are free.
-    rule: Mutex<Option<Rule>>,
+    times: LeaseTimes,
+    controller: String,
+    /// Rule of this controller with its lease in etcd; `None`: no controller rules by this store, and all
+    /// changes are free.
+    rule: Mutex<Option<(Rule, i64)>>,
     changes: broadcast::Sender<Change>,
 }
 
@@ -65,7 +67,11 @@ impl Etcd {
     ///
     /// # Errors
     /// An option breaks its rule.
-    pub fn new(options: &EtcdOptions) -> Result<Self, StoreError> {
+    pub fn new(
+        options: &EtcdOptions,
+        times: LeaseTimes,
+        controller: String,
+    ) -> Result<Self, StoreError> {
         let prefix = options.prefix.trim_end_matches('/');
         let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"/-_.".contains(&b);
         let is_valid = prefix.starts_with('/') && prefix.len() <= PREFIX_BYTES_MAX;
@@ -75,10 +81,11 @@ impl Etcd {
                 rule: format!("a slash and up to {PREFIX_BYTES_MAX} letters, digits, / - _ ."),
             });
         }
-        options.times.check()?;
         Ok(Self {
             client: Client::new(options)?,
             prefix: prefix.to_owned(),
+            times,
+            controller,
             rule: Mutex::default(),
             changes: broadcast::channel(WATCH_CHANGES).0,
         })
@@ -97,6 +104,10 @@ impl Etcd {
     }
 
     fn rule(&self) -> Option<Rule> {
+        self.rule_and_lease().map(|(rule, _)| rule)
+    }
+
+    fn rule_and_lease(&self) -> Option<(Rule, i64)> {
         self.rule.lock().expect("no holder of this lock panics").clone()
     }
 
@@ -118,7 +129,7 @@ impl Etcd {
             result: CompareResult::Equal.into(),
             target: CompareTarget::Create.into(),
             key: self.leader_key(),
-            target_union: Some(TargetUnion::CreateRevision(rule.revision())),
+            target_union: Some(TargetUnion::CreateRevision(rule.number())),
         })
     }
 
@@ -126,7 +137,7 @@ impl Etcd {
     /// Another controller rules: this one's rule ends.
     fn check_fence(&self, leader: Option<&KeyValue>) -> Result<(), StoreError> {
         let Some(rule) = self.rule() else { return Ok(()) };
-        if leader.is_some_and(|leader| leader.create_revision == rule.revision()) {
+        if leader.is_some_and(|leader| leader.create_revision == rule.number()) {
             return Ok(());
         }
         Err(rule.end())
@@ -135,28 +146,6 @@ impl Etcd {
     async fn get_raw(&self, key: Vec<u8>) -> Result<Option<KeyValue>, StoreError> {
         let request = RangeRequest { key, ..RangeRequest::default() };
         Ok(self.client.range(request).await?.kvs.pop())
-    }
-
-    /// The cluster's authority, as its file has it; `None`: no cluster was made here.
-    ///
-    /// # Errors
-    /// Etcd does not answer.
-    pub async fn authority(&self) -> Result<Option<Vec<u8>>, StoreError> {
-        Ok(self.get_raw(self.authority_key()).await?.map(|found| found.value))
-    }
-
-    /// Makes a cluster here, unless there is one. Returns true if it did.
-    ///
-    /// # Errors
-    /// Etcd does not answer: whether it is made is unknown, and a repeat tells.
-    pub async fn create_authority(&self, authority: &[u8]) -> Result<bool, StoreError> {
-        let key = self.authority_key();
-        let request = TxnRequest {
-            compare: vec![is_at(key.clone(), 0)],
-            success: vec![put(key, authority.to_vec(), 0)],
-            failure: Vec::new(),
-        };
-        Ok(self.client.transact(request).await?.succeeded)
     }
 }
 
@@ -319,5 +308,68 @@ impl Store for Etcd {
                 Err(StoreError::Failed("etcd refused the authority without a reason".to_owned()))
             }
         }
+    }
+}
+
+#[async_trait]
+impl SharedStore for Etcd {
+    async fn authority(&self) -> Result<Option<Vec<u8>>, StoreError> {
+        Ok(self.get_raw(self.authority_key()).await?.map(|found| found.value))
+    }
+
+    async fn create_authority(&self, authority: &[u8]) -> Result<bool, StoreError> {
+        let key = self.authority_key();
+        let request = TxnRequest {
+            compare: vec![is_at(key.clone(), 0)],
+            success: vec![put(key, authority.to_vec(), 0)],
+            failure: Vec::new(),
+        };
+        Ok(self.client.transact(request).await?.succeeded)
+    }
+
+    async fn stand(&self) -> Result<Result<Rule, String>, StoreError> {
+        let key = self.leader_key();
+        if let Some(other) = self.get_raw(key.clone()).await? {
+            return Ok(Err(String::from_utf8_lossy(&other.value).into_owned()));
+        }
+        let asked = Instant::now();
+        let seconds = self.times.lasts.as_secs_f64().ceil() as i64;
+        let lease = self.client.grant_lease(seconds).await?;
+        let request = TxnRequest {
+            compare: vec![is_at(key.clone(), 0)],
+            success: vec![put(key, self.controller.as_bytes().to_vec(), lease)],
+            failure: Vec::new(),
+        };
+        let answer = self.client.transact(request).await;
+        let is_mine = answer.as_ref().is_ok_and(|answer| answer.succeeded);
+        if !is_mine {
+            // Where the answer was lost the key goes with its lease.
+            self.client.revoke_lease(lease).await?;
+            return answer.map(|_| Err("another one".to_owned()));
+        }
+        let rule = Rule::begin(revision(&answer?) as i64, self.times, asked);
+        *self.rule.lock().expect("no holder of this lock panics") = Some((rule.clone(), lease));
+        Ok(Ok(rule))
+    }
+
+    async fn renew(&self, rule: &Rule) -> Result<bool, StoreError> {
+        let Some((_, lease)) = self.rule_and_lease() else { return Ok(false) };
+        let is_alive = self.client.renew_lease(lease).await?;
+        // The key may be gone while its lease lives: a copy of etcd was restored.
+        let leader = self.get_raw(self.leader_key()).await?;
+        Ok(is_alive && leader.is_some_and(|leader| leader.create_revision == rule.number()))
+    }
+
+    async fn give_up(&self, _rule: &Rule) -> Result<(), StoreError> {
+        let Some((_, lease)) = self.rule_and_lease() else { return Ok(()) };
+        self.client.revoke_lease(lease).await
+    }
+
+    fn look_every(&self) -> Duration {
+        LOOK_EVERY
+    }
+
+    fn server(&self) -> String {
+        self.client.member().to_owned()
     }
 }
