@@ -39,10 +39,13 @@ SETS = {
             "backupClaim": "backups",
         }
     },
+    "embedded": {"controller": {"store": "embedded", "replicas": 1, "state": {"storageClass": "local-path"}}},
     "everything": {
         "createNamespace": True,
         "image": {"repository": "registry.example/quoin", "tag": "1", "pullSecrets": ["pull"]},
         "controller": {
+            "store": "embedded",
+            "replicas": 1,
             "state": {"hostPath": "/var/lib/quoin/controller"},
             "nodeSelector": {"kubernetes.io/hostname": "n1"},
             "tolerations": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}],
@@ -68,9 +71,9 @@ SETS = {
 # Values that must be refused, and a word of the refusal.
 REFUSED = [
     ({"controler": {}}, "controler"),
-    ({"controller": {"replicas": 3}}, "embedded store has one controller"),
+    ({"controller": {"store": "embedded", "replicas": 3}}, "embedded store has one controller"),
     ({"controller": {"store": "etcd", "replicas": 2}}, "controller.etcd.endpoints"),
-    ({"controller": {"store": "kubernetes"}}, "store"),
+    ({"controller": {"store": "redis"}}, "store"),
     ({"pools": [{"name": "a", "nodeSelector": {"a": "b"}, "data": "/srv/a", "port": 7401}]}, "capacity"),
     ({"pools": [{"name": "A", "nodeSelector": {"a": "b"}, "data": "/srv/a", "port": 7401}]}, "name"),
     ({"csi": {"driverName": "Quoin!"}}, "driverName"),
@@ -316,7 +319,12 @@ def promises_of_the_defaults(every):
         # An update of these is a person's, node by node.
         check(by("DaemonSet", name)["spec"]["updateStrategy"]["type"] == "OnDelete", name)
     controller = by("StatefulSet", "quoin-controller")["spec"]
-    check(controller["replicas"] == 1, "one controller has the embedded store")
+    check(controller["replicas"] == 2, "two controllers share their records")
+    records = [one for one in every if one["kind"] == "Role" and one["metadata"]["name"] == "quoin-controller"]
+    may = [rule for rule in records[0]["rules"] if "records" in rule["resources"]]
+    check(may and {"get", "list", "watch", "create", "update", "delete"} <= set(may[0]["verbs"]), "records")
+    secrets = [rule for rule in records[0]["rules"] if "secrets" in rule["resources"] and "get" in rule["verbs"]]
+    check(secrets[0]["resourceNames"] == ["quoin-authority"], "a controller reads the Secret of its authority alone")
     names = [one["name"] for one in by("StatefulSet", "quoin-csi-controller")["spec"]["template"]["spec"]["containers"]]
     check(names == ["csi", "provisioner", "attacher", "resizer", "snapshotter"], f"no livenessprobe: {names}")
     for _, pod in pod_specs(every):
@@ -342,7 +350,9 @@ def main():
     check(rules == (ROOT / "packaging/prometheus/quoin.rules.yml").read_text(), "the chart has other alert rules")
     json.loads((CHART / "files/dashboard.json").read_text())
 
-    rendered = HEAD + helm.template({"createNamespace": True})
+    # Helm renders no definitions.
+    definitions = "---\n".join(path.read_text() for path in sorted((CHART / "crds").glob("*.yaml")))
+    rendered = HEAD + definitions + helm.template({"createNamespace": True})
     if options.write:
         RENDERED.write_text(rendered)
     check(RENDERED.read_text() == rendered, "deploy/kubernetes/quoin.yaml is not what the chart renders: run with --write")

@@ -6,6 +6,11 @@
 {{ if contains "quoin" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-quoin{{ end }}
 {{- end }}
 
+{{/* Begins the names of the objects that have the controllers' records. */}}
+{{- define "quoin.recordsName" -}}
+{{ include "quoin.name" . | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
 {{/* Labels of an object; `of` has the root and the component. */}}
 {{- define "quoin.labels" -}}
 {{ include "quoin.selector" . }}
