@@ -33,6 +33,7 @@ mod status;
 mod text;
 mod time;
 mod volume;
+mod waiting;
 
 pub use controller::Controller;
 pub use disaster::recovery::LEASES_OVER_AFTER;

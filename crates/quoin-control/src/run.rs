@@ -36,6 +36,7 @@ use crate::state::store::{
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
 use crate::volume::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
+use crate::waiting::refuse_calls;
 use quoin_api::volume::Spread;
 
 /// Streams that agents and followers hold open, all together and each.
@@ -418,10 +419,16 @@ async fn run_by_lease(
         return Err(Error::NotInitialised(options.dir.clone()));
     }
     let store = shared.open()?;
+    let (ruler, named) = watch::channel(String::new());
+    let admin = bind_admin(&options.admin_socket).await?;
     let mut down = shutdown.clone();
     let rule = tokio::select! {
-        rule = campaign(&*store) => rule?,
-        _ = down.wait_for(|down| *down) => return Ok(()),
+        rule = campaign(&*store, &ruler) => rule?,
+        () = refuse_calls(admin, named) => return Ok(()),
+        _ = down.wait_for(|down| *down) => {
+            let _ = std::fs::remove_file(&options.admin_socket);
+            return Ok(());
+        }
     };
     tracing::info!(server = store.server(), "this controller rules");
     let served = serve_while_ruling(options, shared, &store, &rule, shutdown);

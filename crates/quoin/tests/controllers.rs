@@ -210,7 +210,9 @@ fn a_lost_controller_is_followed(two: &mut Two) {
     let writer = Writer::start(&socket, 1, Arc::new(Mutex::new(BTreeMap::new())));
     writer.assert_progress("the volume is written");
     let first_term = two.users[0].term();
-    assert!(!two.users[1].rules(), "one rules");
+    let refused = two.users[1].quoin(&["cluster", "info"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("rules: ask that one"), "{said}");
 
     let took = two.end(0, "TERM");
     println!("after SIGTERM the other controller ruled in {took:?}");

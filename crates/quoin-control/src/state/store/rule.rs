@@ -120,23 +120,26 @@ impl Rule {
     }
 }
 
-/// Waits until this controller rules.
+/// Waits until this controller rules. `ruler` is told who does meanwhile; empty: that is unknown.
 ///
 /// # Errors
 /// The engine refuses; where it is away that is logged, and waited for.
-pub async fn campaign(store: &dyn SharedStore) -> Result<Rule, StoreError> {
-    let mut told = None;
+pub async fn campaign(
+    store: &dyn SharedStore,
+    ruler: &watch::Sender<String>,
+) -> Result<Rule, StoreError> {
     loop {
         match store.stand().await {
             Ok(Ok(rule)) => return Ok(rule),
-            Ok(Err(other)) if told.as_ref() != Some(&other) => {
-                tracing::info!("controller {other} rules; this one waits for its turn");
-                told = Some(other);
+            Ok(Err(other)) => {
+                if *ruler.borrow() != other {
+                    tracing::info!("controller {other} rules; this one waits for its turn");
+                    ruler.send_replace(other);
+                }
             }
-            Ok(Err(_)) => {}
             Err(StoreError::Away { why }) => {
                 tracing::warn!(%why, "the records cannot be reached");
-                told = None;
+                ruler.send_replace(String::new());
             }
             Err(error) => return Err(error),
         }

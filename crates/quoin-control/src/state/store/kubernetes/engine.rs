@@ -326,7 +326,7 @@ mod tests {
 
     use super::*;
     use crate::kubernetes_api::ApiOptions;
-    use crate::state::store::{Embedded, campaign, keep_ruling, release};
+    use crate::state::store::{Embedded, keep_ruling, release, rule};
 
     const TIMES: LeaseTimes = LeaseTimes {
         lasts: Duration::from_secs(2),
@@ -353,6 +353,10 @@ mod tests {
             let options = KubernetesStoreOptions { cluster: "quoin".to_owned(), api };
             Arc::new(Kubernetes::new(&options, TIMES, controller.to_owned()).unwrap())
         }
+    }
+
+    async fn campaign(store: &Kubernetes) -> Result<Rule, StoreError> {
+        rule::campaign(store, &tokio::sync::watch::channel(String::new()).0).await
     }
 
     fn block_on<T>(test: impl Future<Output = T>) -> T {
