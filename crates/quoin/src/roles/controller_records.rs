@@ -54,8 +54,12 @@ pub struct RecordsOptions {
     #[arg(long, value_name = "FILE", requires = "kubernetes_api")]
     kubernetes_token: Option<PathBuf>,
     /// Certificates of the authorities that may have signed that API's own (PEM).
-    #[arg(long, value_name = "FILE", requires = "kubernetes_api",
-          default_value = "/etc/ssl/certs/ca-certificates.crt")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "kubernetes_api",
+        default_value = "/etc/ssl/certs/ca-certificates.crt"
+    )]
     kubernetes_ca: PathBuf,
     /// Lease by which one of several controllers rules: it lasts so long, its holder orders nothing after so
     /// long without a renewal, and renews it so often.
