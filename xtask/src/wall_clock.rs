@@ -20,7 +20,7 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 52] = [
+const USES: [(&str, Purpose); 53] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
     ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
@@ -80,6 +80,7 @@ const USES: [(&str, Purpose); 52] = [
         Compares("a_snapshot_cut_by_a_clock_that_was_ahead_does_not_push_out_those_that_follow"),
     ),
     ("crates/quoin-control/src/state/events.rs", Stamps),
+    ("crates/quoin-control/src/state/store/kubernetes/lease.rs", Stamps),
     (
         "crates/quoin-control/src/status/health.rs",
         Compares("a_time_is_ahead_where_no_correction_of_a_clock_explains_it"),

@@ -1,4 +1,4 @@
-//! What a controller says on its admin socket while another one rules.
+//! Answers of a controller on its admin socket while another one rules.
 
 use std::convert::Infallible;
 

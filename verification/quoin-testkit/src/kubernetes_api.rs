@@ -23,7 +23,7 @@ const BOOKMARK_EVERY: Duration = Duration::from_millis(500);
 /// Longest object, as etcd takes it.
 const OBJECT_BYTES_MAX: usize = 1536 << 10;
 
-/// What is stored, which a test can bring back later.
+/// Objects of a moment, which a test can bring back later.
 #[derive(Clone, Default)]
 pub struct Stored {
     /// By path of the collection, and name.

@@ -488,31 +488,31 @@ mod tests {
         block_on(async {
             let world = World::new();
             let (a, b) = (world.store("a"), world.store("b"));
-            let first = campaign(&*a).await.unwrap();
+            let first = campaign(&a).await.unwrap();
             assert_eq!(b.stand().await.unwrap().unwrap_err(), "a");
             assert!(matches!(
                 a.compare_and_swap("volume/1", 0, Some(vec![1])).await,
                 Ok(Swap::Done(_))
             ));
             // The lease outlasts its time while it is renewed.
-            let waits = timeout(Duration::from_secs(3), campaign(&*b));
+            let waits = timeout(Duration::from_secs(3), campaign(&b));
             tokio::select! {
                 () = keep_ruling(&*a, &first) => panic!("it rules"),
                 waited = waits => assert!(waited.is_err(), "one rules"),
             }
             // Its holder is silent from here on, and knows it.
             let began = std::time::Instant::now();
-            let second = campaign(&*b).await.unwrap();
+            let second = campaign(&b).await.unwrap();
             let took = began.elapsed();
             assert!(took > Duration::from_millis(1000), "the lease lasted: {took:?}");
             assert!(second.number() > first.number());
             let refused = a.compare_and_swap("volume/1", 0, Some(vec![2])).await;
             assert!(matches!(refused, Err(StoreError::NotRenewed { .. })), "{refused:?}");
             assert!(!a.renew(&first).await.unwrap(), "it has passed on");
-            // One that ends leaves it at once.
+            // The lease of a controller that ends is free at once.
             release(&*b, &second).await;
             let began = std::time::Instant::now();
-            let third = campaign(&*a).await.unwrap();
+            let third = campaign(&a).await.unwrap();
             assert!(began.elapsed() < Duration::from_secs(1));
             assert!(third.number() > second.number());
             assert!(matches!(b.check_rule(), Err(StoreError::NotLeading)));
@@ -524,7 +524,7 @@ mod tests {
         block_on(async {
             let world = World::new();
             let store = world.store("a");
-            let rule = campaign(&*store).await.unwrap();
+            let rule = campaign(&store).await.unwrap();
             world.api.lose_answers(1);
             assert!(store.renew(&rule).await.is_err());
             assert!(store.renew(&rule).await.unwrap(), "it is the holder still");
@@ -543,7 +543,7 @@ mod tests {
             block_on(async {
                 let world = World::new();
                 let store = world.store("a");
-                let rule = campaign(&*store).await.unwrap();
+                let rule = campaign(&store).await.unwrap();
                 let noticed = store.changed_by_others(&rule);
                 let happens = async {
                     // Its own changes are no others'.

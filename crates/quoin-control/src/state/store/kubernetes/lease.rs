@@ -4,14 +4,13 @@
 //! it has seen it unchanged for as long as it lasts, by its own clock. A holder that ends leaves it to nobody.
 
 use std::sync::Mutex;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
 
 use super::client::{Changed, Client, Kind};
 use super::objects::{Lease, LeaseContent, LeaseSpec, Metadata};
 use crate::state::store::{LeaseTimes, Rule, StoreError};
-use crate::time::timestamp;
+use crate::time::{now_ms, timestamp};
 
 pub(super) struct LeaseObject {
     name: String,
@@ -146,9 +145,9 @@ impl LeaseObject {
 /// The time as Kubernetes takes it in a Lease, with six digits behind the seconds. People read it; no controller of
 /// Quoin does.
 fn now() -> String {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let seconds = timestamp(now.as_secs() * 1000).to_string();
-    format!("{}.{:06}Z", seconds.trim_end_matches('Z'), now.subsec_micros())
+    let ms = now_ms();
+    let seconds = timestamp(ms - ms % 1000).to_string();
+    format!("{}.{:03}000Z", seconds.trim_end_matches('Z'), ms % 1000)
 }
 
 /// Name of the controller in an identity.
