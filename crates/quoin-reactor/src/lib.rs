@@ -91,6 +91,7 @@ pub struct Reactor {
     epoll: OwnedFd,
     waker: Waker,
     spin: Spin,
+    polls: bool,
 }
 
 impl Reactor {
@@ -99,7 +100,18 @@ impl Reactor {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &event, EventData::new_u64(WAKER), EventFlags::IN)?;
         let waker = Waker(Arc::new(WakerInner { event, pending: AtomicBool::new(false) }));
-        Ok(Reactor { epoll, waker, spin: Spin::default() })
+        Ok(Reactor { epoll, waker, spin: Spin::default(), polls: true })
+    }
+
+    /// Chooses whether waits poll for a moment before they sleep. Polling wins the time of a wake for each
+    /// request; where many are under way it wins nothing, since what comes meanwhile is taken together, and
+    /// costs a core that the others who work on them want.
+    pub fn set_polls(&mut self, polls: bool) {
+        self.polls = polls;
+    }
+
+    pub fn polls(&self) -> bool {
+        self.polls
     }
 
     pub fn waker(&self) -> Waker {
@@ -132,7 +144,7 @@ impl Reactor {
         let mut wait = self.spin.begin(timeout);
         let mut events = [const { MaybeUninit::uninit() }; EVENTS_MAX];
         let waited = loop {
-            let should_poll = wait.should_poll();
+            let should_poll = self.polls && wait.should_poll();
             let limit = if should_poll { Some(Duration::ZERO) } else { timeout };
             let waited = epoll::wait(&self.epoll, &mut events[..], limit.map(timespec).as_ref());
             match waited {

@@ -23,6 +23,11 @@ pub struct Tokens {
 }
 
 impl Tokens {
+    /// Number of requests that have no reply yet.
+    pub fn open(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
     pub fn issue(&mut self, origin: Origin) -> Token {
         if let Some(slot) = self.free.pop() {
             self.slots[slot as usize] = Some(origin);

@@ -56,6 +56,10 @@ use sealing::Sealing;
 use snapshots::Wished;
 use sources::{Slot, Sources};
 
+/// From so many requests under way on, waits do not poll. Measured with reads of 4 KiB at depth 32: a target uses
+/// 3.7 instead of 6.5 µs each, and serves 5 % more.
+const POLLED_REQUESTS: usize = 8;
+
 /// Inputs of other threads to a shard.
 pub enum Input {
     Open(Box<VolumeSetup>),
@@ -236,6 +240,8 @@ struct Volume {
     touched: bool,
     /// Bytes of entries that it kept at its shard's last count.
     retained_bytes: usize,
+    /// Requests without a reply at its shard's last count.
+    counted_requests: usize,
 }
 
 /// The controller's last grant of an epoch.
@@ -341,6 +347,8 @@ pub struct Shard {
     stopping: bool,
     /// Leases of idle volumes are kept too.
     keeps_leases: bool,
+    /// Requests of all volumes without a reply.
+    open_requests: usize,
     /// Latencies are counted from the begin of a round to that of another, which costs no clock.
     round: Round,
     /// Time at which the leases of the answers that are written now were tested.
@@ -375,6 +383,7 @@ impl Shard {
             requests: Vec::new(),
             stopping: false,
             keeps_leases: false,
+            open_requests: 0,
             round: Round::begin(now()),
             answers_at: now(),
         };
@@ -563,6 +572,7 @@ impl Shard {
             timer_key,
             touched: false,
             retained_bytes: 0,
+            counted_requests: 0,
         };
         self.volumes.insert(id, volume);
         self.reports.metrics.volumes.inc();
@@ -758,6 +768,7 @@ impl Shard {
                     self.count_retained(id);
                     self.act(id);
                 }
+                self.count_requests(id);
                 self.remove_stopped(id);
             }
             self.share_memory(now);
@@ -785,6 +796,15 @@ impl Shard {
         }
     }
 
+    /// Waits poll only while few requests are under way.
+    fn count_requests(&mut self, id: VolumeId) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        let open = volume.export.tokens.open();
+        let before = std::mem::replace(&mut volume.counted_requests, open);
+        self.open_requests = self.open_requests + open - before;
+        self.sources.reactor.set_polls(self.open_requests < POLLED_REQUESTS);
+    }
+
     /// Removes a stopped volume, with its clients and its socket.
     fn remove_stopped(&mut self, id: VolumeId) {
         if !self.volumes.get(&id).is_some_and(|v| v.stage.stopped) {
@@ -802,6 +822,7 @@ impl Shard {
         self.dialler.give_up_all(id);
         self.reports.metrics.volumes.dec();
         self.count_kept(volume.retained_bytes, 0);
+        self.open_requests -= volume.counted_requests;
         self.reports.ask(Ask::Stopped { volume: id, fenced: volume.stage.fenced });
     }
 

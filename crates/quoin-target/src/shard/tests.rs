@@ -131,6 +131,28 @@ fn a_request_on_the_socket_of_a_volume_is_submitted() {
     assert_eq!(requests(&shard, "write"), 1);
 }
 
+#[test]
+fn waits_poll_while_few_requests_are_under_way_and_not_beside_many() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v.sock");
+    let (mut shard, _handle) = shard();
+    shard.open(now(), VolumeSetup { socket: Some(path.clone()), ..setup() });
+    let mut client = opened(&mut shard, &path);
+    // No replica is there, so none of them is answered.
+    client.write_all(&write_request().repeat(POLLED_REQUESTS - 1)).unwrap();
+    one_round(&mut shard);
+    assert!(shard.open_requests == POLLED_REQUESTS - 1 && shard.sources.reactor.polls());
+    client.write_all(&write_request()).unwrap();
+    one_round(&mut shard);
+    assert!(shard.open_requests == POLLED_REQUESTS && !shard.sources.reactor.polls());
+    // All are abandoned with their client.
+    drop(client);
+    one_round(&mut shard);
+    shard.event(now(), VOLUME, PrimaryEvent::Shutdown);
+    shard.finish_round();
+    assert!(shard.open_requests == 0 && shard.sources.reactor.polls(), "{}", shard.open_requests);
+}
+
 /// The next client may have been acknowledged a write that a late one of the former client would
 /// undo.
 #[test]
