@@ -26,6 +26,11 @@ struct Method {
     method: String,
 }
 
+#[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
+struct Heal {
+    outcome: &'static str,
+}
+
 /// Returns buckets from a tenth of a millisecond to a minute and a half.
 fn duration() -> Histogram {
     Histogram::new(exponential_buckets(1e-4, 2.0, 20))
@@ -37,6 +42,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     calls: Family<Call, Counter>,
     durations: Family<Method, Histogram>,
+    heals: Family<Heal, Counter>,
     controller_up: Gauge,
     /// Faults of this node.
     pub health: Health,
@@ -61,11 +67,14 @@ impl Default for Metrics {
             Family::<Method, Histogram>::new_with_constructor(duration as fn() -> Histogram);
         let help = "Duration of calls of CSI and CSI-Addons";
         registry.register_with_unit("call_duration", help, Unit::Seconds, durations.clone());
+        let heals = Family::<Heal, Counter>::default();
+        let help = "Heals of volumes on this node: well afterwards, or with something left";
+        registry.register("heals", help, heals.clone());
         let controller_up = Gauge::default();
         let help = "1 while the controller accepts the reports of this node";
         registry.register("controller_up", help, controller_up.clone());
         let health = Health::starting(&["controller"]);
-        Self { registry: Arc::new(registry), calls, durations, controller_up, health }
+        Self { registry: Arc::new(registry), calls, durations, heals, controller_up, health }
     }
 }
 
@@ -83,6 +92,12 @@ impl Metrics {
     pub(crate) fn record_report(&self, problem: Option<String>) {
         self.controller_up.set(i64::from(problem.is_none()));
         self.health.set("controller", problem);
+    }
+
+    /// Records a heal that did something.
+    pub(crate) fn record_heal(&self, is_well: bool) {
+        let outcome = if is_well { "well" } else { "left" };
+        self.heals.get_or_create(&Heal { outcome }).inc();
     }
 
     fn called(&self, path: &str, code: i32, began: Instant) {

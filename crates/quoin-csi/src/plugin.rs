@@ -11,7 +11,8 @@ use quoin_api::csi::identity_server::IdentityServer;
 use quoin_api::csi::node_server::NodeServer;
 use quoin_api::csi::snapshot_metadata_server::SnapshotMetadataServer;
 use quoin_api::csi_addons::healer::healer_node_server::HealerNodeServer;
-use quoin_node::{Attacher, NodeHost};
+use quoin_node::{Attacher, Healed, NodeHost};
+use quoin_telemetry::notices::{Notices, Severity};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
@@ -151,6 +152,7 @@ struct Inner {
     backend: Backend,
     node: Option<NodeSide>,
     metrics: Metrics,
+    notices: Notices,
     callers: Callers,
     edition: Edition,
     volume_mount_group: bool,
@@ -185,6 +187,7 @@ impl Plugin {
             backend: options.backend,
             node: options.node.filter(|_| options.mode.node),
             metrics: options.metrics,
+            notices: Notices::default(),
             callers: options.callers,
             edition: options.edition,
             volume_mount_group: options.volume_mount_group,
@@ -219,6 +222,23 @@ impl Plugin {
     }
     pub(crate) fn node(&self) -> Option<&NodeSide> {
         self.inner.node.as_ref()
+    }
+    /// Events that wait for the next report.
+    pub(crate) fn notices(&self) -> &Notices {
+        &self.inner.notices
+    }
+    /// Counts a heal and tells of it, if it did something.
+    pub(crate) fn note_heal(&self, volume: &str, node: &str, healed: &Healed) {
+        if healed.did.is_empty() {
+            return;
+        }
+        let is_well = healed.faults.is_empty();
+        self.inner.metrics.record_heal(is_well);
+        let left: Vec<&str> = healed.faults.iter().map(|fault| fault.kind.as_str()).collect();
+        let left = if is_well { String::new() } else { format!("; left: {}", left.join(", ")) };
+        let message = format!("on node {node}: {}{left}", healed.did.join(", "));
+        let severity = if is_well { Severity::Normal } else { Severity::Warning };
+        self.inner.notices.push(severity, volume, "", "VolumeHealed", message);
     }
     /// The control plane, for a call of the controller. Asked before anything else of a call is read.
     ///

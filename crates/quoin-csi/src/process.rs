@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_api::control::NodeReport;
 use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{AgentEvent, NodeReport};
 use quoin_identity::{Identity, TermChannel, is_member_removed};
 use quoin_node::{AttachProcess, Attacher, DeviceReports, HostOptions, NodeHost};
+use quoin_telemetry::notices::Notice;
 use tokio::sync::watch;
 use tonic::Request;
 
@@ -242,13 +243,18 @@ async fn keep_reporting(
     let mut reports = 0u64;
     loop {
         let reported = devices.report().await;
+        let notices = plugin.notices().take();
         let mut request = Request::new(NodeReport {
+            events: notices.iter().map(event).collect(),
             knows_devices: reported.is_some(),
             devices: reported.as_ref().map(quoin_node::Reported::reports).unwrap_or_default(),
             ..report.clone()
         });
         request.set_timeout(REPORT_EVERY * 2);
         let outcome = client.report_node(request).await;
+        if outcome.is_err() {
+            plugin.notices().restore(notices);
+        }
         if let Ok(answer) = &outcome {
             let learned = plugin.learn_of(reported.as_ref(), reports).await;
             let followed = devices.follow(reported.as_ref(), answer.get_ref(), learned).await;
@@ -283,6 +289,16 @@ async fn keep_reporting(
             () = tokio::time::sleep(REPORT_EVERY) => {}
             _ = shutdown.wait_for(|stop| *stop) => return None,
         }
+    }
+}
+
+fn event(notice: &Notice) -> AgentEvent {
+    AgentEvent {
+        severity: notice.severity.as_str().into(),
+        volume_id: notice.volume.clone(),
+        replica_id: notice.replica.clone(),
+        reason: notice.reason.clone(),
+        message: notice.message.clone(),
     }
 }
 

@@ -490,6 +490,10 @@ fn each_damage_of_a_volume_on_its_node_is_healed_or_told_with_the_way_out() {
     dev.eventually("the controller answers", || {
         dev.quoin(&["cluster", "info"]).status.success().then_some(())
     });
+    dev.eventually("the controller is told what was healed", || {
+        let told = |volume: &str| dev.ok(&["events", "--volume", volume]).contains("VolumeHealed");
+        (told("db") && told("raw")).then_some(())
+    });
     for volume in [&db, &raw, &locked] {
         orchestrator.healed(volume, "all is well");
         orchestrator.end_use(volume);

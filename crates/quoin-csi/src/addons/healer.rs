@@ -36,6 +36,7 @@ impl HealerNode for HealerService {
         limits::map("volume_context", &request.volume_context)?;
         let held = self.0.begin_on_node(&request.volume_id).await?;
         let (host, name) = (node.host.clone(), node.name.clone());
+        let plugin = self.0.clone();
         addons::run("NodeHealer", async move {
             let _held = held;
             let volume_id = request.volume_id;
@@ -55,6 +56,7 @@ impl HealerNode for HealerService {
             let wanted = HealRequest { volume: volume_id.clone(), standing, key };
             let healed = host.heal(&wanted).await.map_err(|error| from_node(&error))?;
             let healed = healed.ok_or_else(|| not_at_any_path(&volume_id))?;
+            plugin.note_heal(&volume_id, &name, &healed);
             Ok(Response::new(answer(&healed, volume.as_ref())))
         })
         .await
