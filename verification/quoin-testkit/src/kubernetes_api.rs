@@ -334,10 +334,9 @@ fn serve(
 }
 
 fn is_selected(object: &Value, query: &BTreeMap<String, String>) -> bool {
-    let Some((label, value)) = query.get("labelSelector").and_then(|s| s.split_once('=')) else {
-        return true;
-    };
-    object["metadata"]["labels"][label] == value
+    let labels = &object["metadata"]["labels"];
+    let mut selectors = query.get("labelSelector").into_iter().flat_map(|all| all.split(','));
+    selectors.all(|one| one.split_once('=').is_some_and(|(label, value)| labels[label] == value))
 }
 
 fn list(

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::KubernetesStoreOptions;
-use super::objects::{CLUSTER_LABEL, List, Object};
+use super::objects::{CLUSTER_LABEL, KIND_LABEL, List, Object};
 use crate::kubernetes_api::{Api, ApiError, JSON};
 use crate::state::store::StoreError;
 
@@ -142,15 +142,20 @@ impl Client {
         })
     }
 
-    /// All objects of the cluster, with the version of the whole.
+    /// All objects of the cluster, with the version of the whole; `records`: only records of this kind.
     pub async fn list<T: DeserializeOwned>(
         &self,
         kind: Kind,
+        records: Option<&str>,
     ) -> Result<(Vec<T>, String), StoreError> {
+        let mut labels = format!("{CLUSTER_LABEL}={}", self.cluster);
+        if let Some(records) = records {
+            labels.push_str(&format!(",{KIND_LABEL}={records}"));
+        }
         let first = format!(
-            "{}?labelSelector={CLUSTER_LABEL}%3D{}&limit={PAGE_OBJECTS}",
+            "{}?labelSelector={}&limit={PAGE_OBJECTS}",
             kind.path(self.api.namespace()),
-            self.cluster
+            escaped(&labels)
         );
         let (mut all, mut go_on) = (Vec::new(), String::new());
         loop {

@@ -1,6 +1,6 @@
 //! The store itself.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use tokio::sync::broadcast;
 use super::KubernetesStoreOptions;
 use super::client::{Changed, Client, Event, Kind};
 use super::lease::LeaseObject;
-use super::objects::{Record, Secret, record_name, revision, secret_name};
+use super::objects::{Record, Secret, kind_of, record_name, revision, secret_name};
 use crate::state::store::{
     Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap,
 };
@@ -34,8 +34,8 @@ pub struct Kubernetes {
     lease: LeaseObject,
     /// Rule of this controller; `None`: no controller rules by this store, and all changes are free.
     rule: Mutex<Option<Rule>>,
-    /// Names of objects that this controller deletes, until the watch told of it.
-    deleted: Mutex<BTreeSet<String>>,
+    /// Objects that this controller deletes, by name, until the watch told of it.
+    deleted: Mutex<BTreeMap<String, u32>>,
     changes: broadcast::Sender<Change>,
 }
 
@@ -67,15 +67,26 @@ impl Kubernetes {
         self.rule().map_or(0, |rule| rule.number())
     }
 
-    fn deleted(&self) -> std::sync::MutexGuard<'_, BTreeSet<String>> {
-        self.deleted.lock().expect("no holder of this lock panics")
+    /// Notes that the watch told of a deletion of this controller, or that there was none. Returns false where
+    /// this controller deletes no such object.
+    fn was_deleted(&self, name: &str) -> bool {
+        let mut deleted = self.deleted.lock().expect("no holder of this lock panics");
+        let Some(times) = deleted.get_mut(name) else { return false };
+        *times -= 1;
+        if *times == 0 {
+            deleted.remove(name);
+        }
+        true
     }
 
     async fn delete(&self, name: &str, expected: u64) -> Result<Changed<()>, StoreError> {
-        self.deleted().insert(name.to_owned());
+        {
+            let mut deleted = self.deleted.lock().expect("no holder of this lock panics");
+            *deleted.entry(name.to_owned()).or_default() += 1;
+        }
         let outcome = self.client.delete(Kind::Record, name, expected).await;
         if matches!(outcome, Ok(Changed::Conflict | Changed::Missing)) {
-            self.deleted().remove(name);
+            self.was_deleted(name);
         }
         outcome
     }
@@ -119,7 +130,7 @@ impl Kubernetes {
                     (record, is_own)
                 }
                 Event::Deleted(record) => {
-                    let is_own = self.deleted().remove(&record.metadata.name);
+                    let is_own = self.was_deleted(&record.metadata.name);
                     (record, is_own)
                 }
                 Event::Bookmark(bookmark) => {
@@ -146,7 +157,7 @@ impl Kubernetes {
         from: &mut String,
     ) -> Result<Option<String>, StoreError> {
         let since = revision(from)?;
-        let (records, version) = self.client.list::<Record>(Kind::Record).await?;
+        let (records, version) = self.client.list::<Record>(Kind::Record, None).await?;
         for record in records {
             let is_own = record.content.spec.rule == rule.number();
             if !is_own && record.metadata.revision()? > since {
@@ -167,7 +178,7 @@ impl Store for Kubernetes {
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
-        let (records, _) = self.client.list::<Record>(Kind::Record).await?;
+        let (records, _) = self.client.list::<Record>(Kind::Record, kind_of(prefix)).await?;
         let mut entries = BTreeMap::new();
         for record in records {
             if record.key().starts_with(prefix) {

@@ -11,6 +11,8 @@ use crate::state::store::{Entry, StoreError};
 
 /// Label of all objects of a cluster.
 pub(super) const CLUSTER_LABEL: &str = "quoin.io/cluster";
+/// Label of records by the part of their keys before the first slash, so that those of one kind are listed alone.
+pub(super) const KIND_LABEL: &str = "quoin.io/kind";
 /// Longest value of a record. Kubernetes takes objects of a megabyte and a half.
 const VALUE_BYTES_MAX: usize = 256 << 10;
 /// Format of [`RecordSpec`].
@@ -48,6 +50,15 @@ pub(super) fn revision(version: &str) -> Result<u64, StoreError> {
             "Kubernetes has a resourceVersion that is no number: {version:?}"
         ))
     })
+}
+
+/// The part of a key, or of the beginning of one, that a label has. `None`: it has no such part, or one that is no
+/// value of a label.
+pub(super) fn kind_of(key: &str) -> Option<&str> {
+    let (kind, _) = key.split_once('/')?;
+    let is_plain = |b: u8| b.is_ascii_lowercase() || b == b'-';
+    let is_value = (1..=63).contains(&kind.len()) && kind.bytes().all(is_plain);
+    (is_value && !kind.starts_with('-') && !kind.ends_with('-')).then_some(kind)
 }
 
 /// An object of any kind.
@@ -108,6 +119,9 @@ impl Record {
         let mut metadata = Metadata::new(record_name(cluster, key), cluster);
         if expected > 0 {
             metadata.resource_version = expected.to_string();
+        }
+        if let Some(kind) = kind_of(key) {
+            metadata.labels.insert(KIND_LABEL.to_owned(), kind.to_owned());
         }
         let value = BASE64.encode(value);
         Ok(Self {
@@ -247,6 +261,15 @@ mod tests {
         }
         record.metadata.resource_version = "abc".to_owned();
         assert!(record.into_entry("quoin").unwrap_err().to_string().contains("no number"));
+    }
+
+    #[test]
+    fn a_record_has_its_kind_as_a_label_where_that_is_a_value_of_one() {
+        let kinds = ["volume/1", "group-snapshot/", "volume", "/1", "-a/1", "a-/1", "Volume/1"];
+        let found = kinds.map(kind_of);
+        assert_eq!(found, [Some("volume"), Some("group-snapshot"), None, None, None, None, None]);
+        let record = Record::of("quoin", "volume/1", 0, &[], 0).unwrap();
+        assert_eq!(record.metadata.labels[KIND_LABEL], "volume");
     }
 
     #[test]
