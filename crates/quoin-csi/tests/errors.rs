@@ -128,17 +128,14 @@ async fn each_condition_of_the_error_tables_has_its_code() {
             "CreateVolume",
             "unable to provision in accessible_topology",
             Code::ResourceExhausted,
-            asked!(
-                controller,
-                create_volume,
-                CreateVolumeRequest {
-                    accessibility_requirements: Some(TopologyRequirement {
-                        requisite: vec![far],
-                        preferred: Vec::new(),
-                    }),
-                    ..create("x", 64 * MIB)
-                }
-            ),
+            asked!(controller, create_volume, {
+                let mut pinned = create("x", 64 * MIB);
+                // Of another class it would be reachable from there, wherever its replicas are.
+                pinned.parameters.insert("local".to_owned(), "pinned".to_owned());
+                let (requisite, preferred) = (vec![far], Vec::new());
+                let topology = TopologyRequirement { requisite, preferred };
+                CreateVolumeRequest { accessibility_requirements: Some(topology), ..pinned }
+            }),
         ),
         (
             "CreateVolume",
