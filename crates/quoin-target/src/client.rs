@@ -47,6 +47,8 @@ pub struct Client {
     pub ending: bool,
     /// Queued for a write.
     pub dirty: bool,
+    /// Requests of it were taken, so that what is written to it may be answers.
+    pub has_requested: bool,
     /// Bytes that it held at its shard's last count.
     pub counted_bytes: usize,
     /// All clients together hold too much: one request at a time.
@@ -83,6 +85,7 @@ impl Client {
             ending: false,
             dirty: false,
             counted_bytes: 0,
+            has_requested: false,
             crowded: false,
             waits: false,
             user: None,

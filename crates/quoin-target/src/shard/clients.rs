@@ -527,6 +527,9 @@ impl Shard {
         if requests.is_empty() {
             return;
         }
+        if let Some(Slot::Client(client)) = self.sources.slots.get_mut(&key) {
+            client.has_requested = true;
+        }
         if let Some(volume) = self.volumes.get_mut(&id) {
             for request in requests.drain(..) {
                 let request = match &mut volume.export.throttle {
@@ -570,7 +573,8 @@ impl Shard {
 
     pub(super) fn write_client(&mut self, now: Time, key: u64) {
         let Some(Slot::Client(client)) = self.sources.slots.get(&key) else { return };
-        if client.has_output() && self.is_late(client.volume) {
+        // A volume that opens has no lease yet: what its clients are told of it acknowledges nothing.
+        if client.has_output() && client.has_requested && self.is_late(client.volume) {
             // It sends its requests again.
             tracing::info!("answers came too late, after a pause of this process");
             return self.client_lost(key);
