@@ -4,29 +4,9 @@
 use crate::common::dev as cluster;
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use cluster::{Dev, Scratch, can_attach, skipped};
-
-/// Returns a Python with grpcio and grpcio-tools: the one that `QUOIN_PYTHON` names (which must
-/// work then), the one that `cargo xtask test` made, or the system's if it happens to have them.
-fn python() -> Option<String> {
-    if let Ok(named) = std::env::var("QUOIN_PYTHON") {
-        return Some(named);
-    }
-    let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../python/bin/python");
-    for candidate in [made.to_str().unwrap(), "python3"] {
-        let probe = Command::new(candidate)
-            .args(["-c", "import grpc, grpc_tools"])
-            .stderr(Stdio::null())
-            .status();
-        if probe.is_ok_and(|status| status.success()) {
-            return Some(candidate.to_owned());
-        }
-    }
-    skipped("no Python with grpcio; `cargo xtask test` makes one");
-    None
-}
+use cluster::{Dev, Scratch, can_attach, python_with};
 
 /// The clients ask for the health of volumes, which came with edition 1.13.
 const NEWEST_EDITION: &[&str] = &["--csi-edition", "1.13"];
@@ -34,7 +14,7 @@ const NEWEST_EDITION: &[&str] = &["--csi-edition", "1.13"];
 /// The rows that a client can see, as docs/conformance.md lists them.
 #[test]
 fn a_python_client_asserts_the_rows_of_the_document_of_conformance() {
-    let Some(python) = python() else { return };
+    let Some(python) = python_with("grpc, grpc_tools", "grpcio") else { return };
     if !can_attach() {
         return;
     }
@@ -59,7 +39,7 @@ fn a_python_client_asserts_the_rows_of_the_document_of_conformance() {
 /// the controller's part.
 #[test]
 fn a_python_client_passes_all_csi_steps_on_real_processes() {
-    let Some(python) = python() else { return };
+    let Some(python) = python_with("grpc, grpc_tools", "grpcio") else { return };
     let scratch = Scratch::new("csi");
     let mut flags = NEWEST_EDITION.to_vec();
     if !can_attach() {

@@ -3,30 +3,11 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::dev::skipped;
-
-/// Returns a Python with the client of the Kubernetes API, as the tests of CSI find theirs.
-fn python() -> Option<String> {
-    if let Ok(named) = std::env::var("QUOIN_PYTHON") {
-        return Some(named);
-    }
-    let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../python/bin/python");
-    for candidate in [made.to_str().unwrap(), "python3"] {
-        let probe = Command::new(candidate)
-            .args(["-c", "import kubernetes, yaml"])
-            .stderr(Stdio::null())
-            .status();
-        if probe.is_ok_and(|status| status.success()) {
-            return Some(candidate.to_owned());
-        }
-    }
-    skipped("no Python with the client of Kubernetes; `cargo xtask test` makes one");
-    None
-}
+use crate::common::dev::{python_with, skipped};
 
 #[test]
 fn the_chart_renders_objects_of_the_types_of_kubernetes_and_commands_of_this_binary() {
-    let Some(python) = python() else { return };
+    let Some(python) = python_with("kubernetes, yaml", "the client of Kubernetes") else { return };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let home = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../kubernetes");
     let mut command = Command::new(python);

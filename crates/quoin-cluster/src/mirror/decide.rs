@@ -56,7 +56,7 @@ impl Brain {
             Role::Diverged | Role::Resyncing => {
                 record.chain.all().iter().any(|begun| word.chain.has(begun.generation))
             }
-            // An older generation than this side's was ended: nobody else has what is here.
+            // The end was of an older generation than this side's: the only content of its own is here.
             Role::Secondary => {
                 relation == Relation::Ahead && (!record.is_own() || points.last.is_some())
             }

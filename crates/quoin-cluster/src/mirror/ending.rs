@@ -21,8 +21,8 @@ impl Record {
         Self { chain, term, ..Self::primary(group, [cluster, peer], members, parameters) }
     }
 
-    /// Returns true for the record of a mirror that was ended and of which nobody has to hear any more. `heard`: the
-    /// role of the other side's last word.
+    /// Returns true for the record of a mirror that was ended and that the other side knows of, or never had a copy
+    /// of. `heard`: the role of the other side's last word.
     pub fn is_over(&self, heard: Option<Role>) -> bool {
         let knows = matches!(heard, Some(Role::Orphan | Role::Off));
         let has_no_copy = !self.is_own() || !self.is_paired;

@@ -228,3 +228,23 @@ pub fn can_attach() -> bool {
     }
     can
 }
+
+/// Returns a Python that imports these modules, which a skip calls `what`: the one that `QUOIN_PYTHON` names (which
+/// must work then), the one that `cargo xtask test` made, or the system's if it happens to have them.
+pub fn python_with(modules: &str, what: &str) -> Option<String> {
+    if let Ok(named) = std::env::var("QUOIN_PYTHON") {
+        return Some(named);
+    }
+    let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../python/bin/python");
+    for candidate in [made.to_str().unwrap(), "python3"] {
+        let probe = Command::new(candidate)
+            .args(["-c", &format!("import {modules}")])
+            .stderr(std::process::Stdio::null())
+            .status();
+        if probe.is_ok_and(|status| status.success()) {
+            return Some(candidate.to_owned());
+        }
+    }
+    quoin_testkit::skipped(&format!("no Python with {what}; `cargo xtask test` makes one"));
+    None
+}

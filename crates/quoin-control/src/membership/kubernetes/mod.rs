@@ -3,7 +3,7 @@
 //! Kubernetes gives a pod a token that is bound to it, and says of a token whose it is (TokenReview):
 //! service account, pod and node. So members join without a person, and without a secret that could
 //! be any node's. The pod knows the cluster's authority by a ConfigMap that the controller keeps, and
-//! shows its token to nobody else.
+//! its token is shown to that cluster alone.
 
 mod rules;
 

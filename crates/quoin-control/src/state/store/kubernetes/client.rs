@@ -16,7 +16,7 @@ use crate::state::store::StoreError;
 pub(super) const CALL_TIME: Duration = Duration::from_secs(3);
 /// Objects of one answer.
 const PAGE_OBJECTS: usize = 500;
-/// A watch ends after so long, and goes on where it ended.
+/// Time after which a watch ends, and another one goes on from there.
 const WATCH_SECONDS: u64 = 300;
 
 /// A kind of objects.

@@ -119,7 +119,7 @@ impl Kubernetes {
         Err(StoreError::Contended { key: key.to_owned(), tries: TRIES_MAX })
     }
 
-    /// Follows the records from the rule's begin on; returns the key of the first that somebody else changed.
+    /// Key of the first record that somebody else changed, as the watch tells from the rule's begin on.
     async fn follow(&self, rule: &Rule, from: &mut String) -> Result<String, StoreError> {
         let events = self.client.watch::<Record>(Kind::Record, from).await?;
         let mut events = std::pin::pin!(events);
@@ -539,6 +539,13 @@ mod tests {
             world.api.lose_answers(1);
             assert!(store.renew(&rule).await.is_err());
             assert!(store.renew(&rule).await.unwrap(), "it is the holder still");
+            let spec = || world.api.object("leases", "quoin-controller").unwrap()["spec"].clone();
+            let begun = |spec: &serde_json::Value| {
+                [spec["acquireTime"].clone(), spec["leaseTransitions"].clone()]
+            };
+            let first = spec();
+            assert!(store.renew(&rule).await.unwrap());
+            assert_eq!(begun(&spec()), begun(&first), "the rule began once");
         });
     }
 

@@ -27,6 +27,8 @@ struct Seen {
     version: String,
     /// When it was first seen like this.
     since: Option<Instant>,
+    /// Begin of this controller's rule, and number of rules up to it, which a renewal keeps.
+    begun: (Option<String>, Option<i32>),
 }
 
 impl LeaseObject {
@@ -70,6 +72,8 @@ impl LeaseObject {
         for _ in 0..2 {
             let mut lease = self.held(None);
             lease.metadata.resource_version = version;
+            let spec = &mut lease.content.spec;
+            (spec.acquire_time, spec.lease_transitions) = self.seen().begun.clone();
             match client.replace(Kind::Lease, &lease).await? {
                 Changed::Done(lease) => {
                     self.note(&lease);
@@ -134,7 +138,10 @@ impl LeaseObject {
     }
 
     fn note(&self, lease: &Lease) {
-        self.seen().version.clone_from(&lease.metadata.resource_version);
+        let spec = &lease.content.spec;
+        let mut seen = self.seen();
+        seen.version.clone_from(&lease.metadata.resource_version);
+        seen.begun = (spec.acquire_time.clone(), spec.lease_transitions);
     }
 
     fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
