@@ -7,6 +7,7 @@ use quoin_api::control::{self as api, VolumeGroupRef, VolumeRef};
 use quoin_cluster::mirror::answers::{Answer, Call};
 use quoin_cluster::mirror::{MEMBERS_MAX, Member, Role};
 use quoin_cluster::records::{GroupClaim, MirrorRecord, Record, Text, VolumeGroupRecord};
+use quoin_replication::group_point::POINT_VOLUMES_MAX;
 use quoin_types::VolumeId;
 use quoin_types::ids::GroupId;
 
@@ -22,6 +23,9 @@ use crate::volume::spec;
 const LEFT_WITHIN: Duration = Duration::from_secs(3);
 /// Most groups of a cluster.
 const GROUPS_MAX: usize = 1000;
+
+// A point over fewer volumes than a group has would leave members uncut.
+const _: () = assert!(POINT_VOLUMES_MAX >= MEMBERS_MAX);
 
 /// Creation, changes, deletion and lists of groups.
 pub struct VolumeGroups {

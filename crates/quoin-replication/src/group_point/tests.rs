@@ -65,6 +65,20 @@ fn each_step_begins_when_every_volume_is_through_with_the_one_before() {
 }
 
 #[test]
+fn every_volume_of_the_largest_group_is_held_cut_and_confirmed() {
+    let largest = POINT_VOLUMES_MAX as u128;
+    let mut point = begin(largest);
+    for step in ["hold", "cut", "release", "confirm"] {
+        let told: Vec<_> = (1..=largest).map(|volume| (volume, step)).collect();
+        assert_eq!(kinds(&point), told);
+        (1..=largest).for_each(|volume| obey(&mut point, volume));
+    }
+    let Some(PointVerdict::Made(cuts)) = point.verdict() else { panic!("{point:?}") };
+    let told: Vec<_> = cuts.iter().map(|cut| (cut.volume.0, cut.snapshot.0)).collect();
+    assert_eq!(told, (1..=largest).map(|n| (n, 100 + n)).collect::<Vec<_>>());
+}
+
+#[test]
 fn a_hold_that_ended_breaks_the_attempt_and_the_others_are_released_at_once() {
     for steps in 0..3 {
         let mut point = begin(2);
