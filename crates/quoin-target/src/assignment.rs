@@ -34,6 +34,8 @@ const SYNC_AFTER_MS: u32 = 1000;
 pub struct Assigned {
     pub config: PrimaryConfig,
     pub info: DeviceInfo,
+    /// Names of it by its orchestrator, for metrics: `pvc/name` and the like.
+    pub claim: BTreeMap<String, String>,
     /// The first epoch of this node's use of the volume; 0: unknown.
     pub since_epoch: u64,
     pub limits: Limits,
@@ -291,6 +293,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             block_size: options.block_size.bytes(),
             read_only: target.read_only,
         },
+        claim: spec.claim.into_iter().collect(),
         since_epoch: target.used_since_epoch,
         limits: Limits { ios_per_s: options.iops_limit, bytes_per_s: options.bandwidth_limit },
         options: live,

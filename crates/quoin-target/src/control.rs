@@ -39,10 +39,11 @@ use crate::nbd_listener::{NbdListener, NbdOptions, NewClient};
 use crate::openings::Openings;
 use crate::relay::{Destination, Relays};
 use crate::requested_devices::RequestedDevices;
-use crate::shard::{Ask, FeedProgress, Grant, Input, ShardHandle, VolumeUpdate};
+use crate::shard::{Ask, FeedProgress, Grant, Input, ShardHandle, Told, VolumeUpdate};
 use crate::shares::Shares;
 use crate::standing::{Holder, Openers, Port};
 use crate::verification::verification;
+use crate::volume_metrics::Standing;
 
 /// Interval of reports of all volumes; each change is reported sooner.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
@@ -707,20 +708,21 @@ impl Control {
     }
 
     pub async fn report_all(&self) {
-        let (mut ids, mut standing) = (Vec::new(), Vec::new());
+        let (mut ids, mut standings) = (Vec::new(), Vec::new());
         for shard in &self.shards {
             let (answer, status) = oneshot::channel();
             shard.send(Input::Status(answer));
             let Ok(Ok(volumes)) = tokio::time::timeout(CALL_MAX, status).await else { continue };
-            for (id, status, progress) in volumes {
-                ids.push((id, progress));
-                standing.push((self.name_of(id), status));
+            for Told { volume, status, feed, counts } in volumes {
+                ids.push((volume, feed));
+                let (name, claim) = self.names_of(volume);
+                standings.push(Standing { name, claim, status, counts });
             }
         }
         // The metrics are updated before the report, because the controller may not answer.
-        self.options.metrics.stand(&standing);
+        self.options.metrics.stand(&standings);
         let mut notices = self.notices.take();
-        for ((id, progress), (_, status)) in ids.into_iter().zip(&standing) {
+        for ((id, progress), Standing { status, .. }) in ids.into_iter().zip(&standings) {
             let (ours, others): (Vec<_>, Vec<_>) =
                 notices.into_iter().partition(|n| n.volume == id.to_string());
             notices = others;
@@ -738,7 +740,7 @@ impl Control {
             shard.send(Input::Status(answer));
             match tokio::time::timeout(STATUS_MAX, status).await {
                 Ok(Ok(volumes)) => {
-                    unclosed.extend(volumes.iter().map(|(id, ..)| self.name_of(*id)))
+                    unclosed.extend(volumes.iter().map(|told| self.names_of(told.volume).0))
                 }
                 Ok(Err(_)) => {}
                 Err(_) => unclosed.push(format!("all of shard {n}, which hangs")),
@@ -747,10 +749,11 @@ impl Control {
         unclosed
     }
 
-    /// Returns the user's name of the volume.
-    fn name_of(&self, id: VolumeId) -> String {
+    /// Returns the user's name of the volume, and its orchestrator's names.
+    fn names_of(&self, id: VolumeId) -> (String, BTreeMap<String, String>) {
         let served = self.served.lock().expect("never held across a panic");
-        served.wanted.get(&id).map_or_else(|| id.to_string(), |a| a.info.name.clone())
+        let names = |assigned: &Assigned| (assigned.info.name.clone(), assigned.claim.clone());
+        served.wanted.get(&id).map_or_else(|| (id.to_string(), BTreeMap::new()), names)
     }
 
     fn waits_for_key(&self, id: VolumeId) -> bool {

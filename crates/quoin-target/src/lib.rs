@@ -30,6 +30,7 @@ mod shares;
 pub mod standing;
 pub mod tokens;
 mod verification;
+pub mod volume_metrics;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -10,9 +10,11 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use quoin_api::control::ServedElsewhere;
-use quoin_replication::primary::{PrimaryStatus, ReplicaStanding};
+use quoin_replication::primary::ReplicaStanding;
 use quoin_telemetry::health::Health;
 use quoin_types::block::{Operation, Reply, Request};
+
+use crate::volume_metrics::{Counts, Standing, VolumeMetrics};
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
 struct Kind {
@@ -33,6 +35,8 @@ fn latency() -> Histogram {
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
+    /// `None`: they are switched off.
+    by_volume: Option<VolumeMetrics>,
     pub volumes: Gauge,
     pub clients: ClientMetrics,
     /// Bytes kept by all shards, for replicas that are away or behind and until all is on media.
@@ -64,7 +68,7 @@ pub struct ClientMetrics {
 }
 
 /// Kinds of requests.
-const KINDS: [&str; 6] = ["read", "write", "flush", "trim", "write_zeroes", "status"];
+pub const KINDS: [&str; 6] = ["read", "write", "flush", "trim", "write_zeroes", "status"];
 
 impl ClientMetrics {
     fn registered(registry: &mut Registry) -> Self {
@@ -92,30 +96,28 @@ impl ClientMetrics {
         self.refused.inc();
     }
 
-    /// Counts a request; its kind is passed back with its reply.
-    pub fn requested(&self, request: &Request) -> u8 {
-        let kind = match &request.operation {
-            Operation::Read { length, .. } => {
-                self.read.inc_by(u64::from(*length));
-                0
-            }
-            Operation::Write { data, .. } => {
-                self.written.inc_by(data.len() as u64);
-                1
-            }
-            Operation::Flush => 2,
-            Operation::Trim { .. } => 3,
-            Operation::WriteZeroes { .. } => 4,
-            Operation::Status { .. } => 5,
+    /// Counts a request, also among those of its volume; its kind is passed back with its reply.
+    pub fn requested(&self, request: &Request, of_volume: &mut Counts) -> u8 {
+        let (kind, read_bytes, written_bytes) = match &request.operation {
+            Operation::Read { length, .. } => (0, u64::from(*length), 0),
+            Operation::Write { data, .. } => (1, 0, data.len() as u64),
+            Operation::Flush => (2, 0, 0),
+            Operation::Trim { .. } => (3, 0, 0),
+            Operation::WriteZeroes { .. } => (4, 0, 0),
+            Operation::Status { .. } => (5, 0, 0),
         };
+        self.read.inc_by(read_bytes);
+        self.written.inc_by(written_bytes);
         self.requests[usize::from(kind)].inc();
+        of_volume.requested(kind, read_bytes, written_bytes);
         kind
     }
 
-    pub fn replied(&self, reply: &Reply, kind: u8, took: Duration) {
+    pub fn replied(&self, reply: &Reply, kind: u8, took: Duration, of_volume: &mut Counts) {
         if let Some(latency) = self.latency.get(usize::from(kind)) {
             latency.observe(took.as_secs_f64());
         }
+        of_volume.replied(kind, took, reply.result.is_err());
         if reply.result.is_err() {
             self.failed.inc();
         }
@@ -130,8 +132,13 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    pub fn new() -> Self {
+    /// Returns metrics, by volume too unless these are switched off.
+    pub fn new(has_volumes: bool) -> Self {
         let mut registry = Registry::with_prefix("quoin_target");
+        let by_volume = has_volumes.then(VolumeMetrics::default);
+        if let Some(by_volume) = &by_volume {
+            registry.register_collector(Box::new(by_volume.clone()));
+        }
         let (volumes, retained) = (Gauge::default(), Gauge::default());
         registry.register("volumes", "Volumes served here", volumes.clone());
         let clients = ClientMetrics::registered(&mut registry);
@@ -161,6 +168,7 @@ impl Metrics {
         let health = Health::starting(&["controller"]);
         Metrics {
             registry,
+            by_volume,
             volumes,
             clients,
             retained,
@@ -176,9 +184,12 @@ impl Metrics {
         }
     }
 
-    /// Sets the state of the volumes, by their names; requested of the shards with each report.
-    pub fn stand(&self, volumes: &[(String, PrimaryStatus)]) {
-        let replicas = || volumes.iter().flat_map(|(_, status)| &status.replicas);
+    /// Sets the state of the volumes; requested of the shards with each report.
+    pub fn stand(&self, volumes: &[Standing]) {
+        if let Some(by_volume) = &self.by_volume {
+            by_volume.replace(volumes);
+        }
+        let replicas = || volumes.iter().flat_map(|volume| &volume.status.replicas);
         for (state, standings) in [
             ("in_sync", &[ReplicaStanding::InSync][..]),
             ("catching_up", &[ReplicaStanding::CatchingUp, ReplicaStanding::Opening]),
@@ -193,10 +204,10 @@ impl Metrics {
         let bytes = |sum: u64| i64::try_from(sum).unwrap_or(i64::MAX);
         self.rebuilt.set(bytes(rebuilding().map(|replica| replica.rebuilt_bytes).sum()));
         self.to_rebuild.set(bytes(rebuilding().map(|replica| replica.rebuild_total_bytes).sum()));
-        let waiting = volumes.iter().filter(|(_, status)| !status.waiting.is_empty());
+        let waiting = volumes.iter().filter(|volume| !volume.status.waiting.is_empty());
         self.waiting.set(waiting.clone().count() as i64);
-        let problem = |(name, status): &(String, PrimaryStatus)| {
-            (name.clone(), format!("IO waits for {}", status.waiting))
+        let problem = |volume: &Standing| {
+            (volume.name.clone(), format!("IO waits for {}", volume.status.waiting))
         };
         self.health.replace("volume ", waiting.map(problem));
     }
@@ -226,19 +237,13 @@ impl Metrics {
     }
 }
 
-impl Default for Metrics {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn clients_that_are_refused_are_counted() {
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(true);
         metrics.clients.refused();
         metrics.clients.refused();
         assert_eq!(metrics.clients.refused.get(), 2);
@@ -246,14 +251,16 @@ mod tests {
 
     #[test]
     fn requests_are_counted_by_their_kind() {
-        let metrics = Metrics::new();
-        let kind = metrics.clients.requested(&Request {
+        let metrics = Metrics::new(true);
+        let request = Request {
             token: 1,
             operation: Operation::Read { offset: 0, length: 4096 },
             origin: None,
-        });
+        };
+        let mut of_volume = Counts::default();
+        let kind = metrics.clients.requested(&request, &mut of_volume);
         let reply = Reply { token: 1, result: Err(quoin_types::block::BlockError::Damaged) };
-        metrics.clients.replied(&reply, kind, Duration::from_micros(100));
+        metrics.clients.replied(&reply, kind, Duration::from_micros(100), &mut of_volume);
         let text = metrics.render();
         assert!(text.contains("quoin_target_requests_total{operation=\"read\"} 1"), "{text}");
         assert!(text.contains("quoin_target_read_bytes_total 4096"), "{text}");

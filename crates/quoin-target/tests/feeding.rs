@@ -122,7 +122,7 @@ impl Copy {
 fn progress(target: &RunningTarget) -> Option<FeedProgress> {
     let (answer, status) = tokio::sync::oneshot::channel();
     target.handle.send(Input::Status(answer));
-    status.blocking_recv().unwrap().pop().unwrap().2
+    status.blocking_recv().unwrap().pop().unwrap().feed
 }
 
 fn order(base: Option<PointId>, version: u64) -> FeedOrder {

@@ -9,5 +9,6 @@
 pub mod health;
 mod http;
 pub mod notices;
+pub mod volume_labels;
 
 pub use http::{Error, Source, listen, serve};

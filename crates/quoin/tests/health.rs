@@ -5,6 +5,7 @@ use crate::common;
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::path::Path;
 
 use common::{Cluster, Place, Scratch, eventually, free_port, signal};
 
@@ -32,6 +33,27 @@ fn wait_for_health(address: &str, what: &str, wanted: u16) -> String {
         assert_eq!(body["status"], status, "{body}");
         (code == wanted).then(|| body["reason"].as_str().unwrap_or_default().to_owned())
     })
+}
+
+/// Creates a volume as the provisioner of Kubernetes does, which tells whose claim it is.
+fn create_claim(csi: &Path) {
+    use quoin_api::csi::controller_client::ControllerClient;
+    use quoin_api::csi::{CapacityRange, CreateVolumeRequest};
+
+    let claim = [("pvc/namespace", "shop"), ("pvc/name", "orders"), ("pv/name", "pvc-1")];
+    let parameters =
+        claim.map(|(key, name)| (format!("csi.storage.k8s.io/{key}"), name.to_owned()));
+    let request = CreateVolumeRequest {
+        name: "pvc-1".to_owned(),
+        capacity_range: Some(CapacityRange { required_bytes: 64 << 20, limit_bytes: 0 }),
+        volume_capabilities: vec![crate::support::orchestrator::capability()],
+        parameters: parameters.into_iter().collect(),
+        ..CreateVolumeRequest::default()
+    };
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let mut client = ControllerClient::new(quoin_identity::unix_channel(csi));
+        client.create_volume(request).await.unwrap();
+    });
 }
 
 #[test]
@@ -88,6 +110,8 @@ fn every_role_exposes_its_metrics_and_health() {
                 "quoin_target_request_duration_seconds_count{operation=\"write\"} 1\n",
                 "quoin_target_replicas{state=\"in_sync\"} 3\n",
                 "quoin_target_rebuild_bytes 0\n",
+                "quoin_target_volume_written_bytes_total{volume=\"db\",namespace=\"\",persistentvolumeclaim=\"\",persistentvolume=\"\"} 8192\n",
+                "quoin_target_volume_request_duration_seconds_count{volume=\"db\",",
             ],
         ),
         (
@@ -107,6 +131,9 @@ fn every_role_exposes_its_metrics_and_health() {
                 "quoin_volumes{health=\"Online\"} 1\n",
                 "quoin_pool_capacity_bytes{name=\"p1\"} 10",
                 "quoin_rebuilt_bytes 0\n",
+                "quoin_volume_size_bytes{volume=\"db\",namespace=\"\",persistentvolumeclaim=\"\",persistentvolume=\"\"} 67108864\n",
+                "quoin_volume_used_bytes{volume=\"db\",",
+                "quoin_volume_unwell{volume=\"db\",namespace=\"\",persistentvolumeclaim=\"\",persistentvolume=\"\"} 0\n",
             ],
         ),
         (
@@ -123,6 +150,19 @@ fn every_role_exposes_its_metrics_and_health() {
             eventually(line, || get(address, "/metrics")?.1.contains(line).then_some(()));
         }
     }
+
+    cluster.ok(&["node", "set", "n1", "--manages-volumes", "true"]);
+    create_claim(&csi);
+    let labels = "volume=\"pvc-1\",namespace=\"shop\",persistentvolumeclaim=\"orders\",\
+        persistentvolume=\"pvc-1\"";
+    let line = format!("quoin_volume_size_bytes{{{labels}}} 67108864\n");
+    eventually("a claim's volume has its labels", || {
+        get(controller, "/metrics")?.1.contains(&line).then_some(())
+    });
+    let found = cluster.ok(&["volume", "list", "--namespace", "shop", "--claim", "orders"]);
+    assert!(found.contains("pvc-1") && !found.contains("db"), "{found}");
+    let found = cluster.ok(&["volume", "list", "--namespace", "warehouse"]);
+    assert!(!found.contains("pvc-1"), "{found}");
 
     cluster.ok(&["schedule", "create", "db", "--every", "1h", "--keep", "2"]);
     eventually("the schedule's first snapshot is counted", || {

@@ -12,6 +12,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 use quoin_cluster::mirror::Role;
 use quoin_cluster::records::MirrorRecord;
+use quoin_telemetry::volume_labels::volume_labels;
 
 use crate::controller::Controller;
 use crate::disaster::scheduled_backup::BackupRecord;
@@ -46,7 +47,11 @@ impl Condition {
 pub struct Metrics {
     controller: Arc<Mutex<Weak<Controller>>>,
     backups: Arc<BackupRecord>,
+    has_no_volumes: bool,
 }
+
+/// Most volumes that have metrics of their own: the first ones by name.
+const VOLUMES_MAX: usize = 5000;
 
 impl std::fmt::Debug for Metrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -57,6 +62,12 @@ impl std::fmt::Debug for Metrics {
 impl Metrics {
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Without metrics by volume.
+    #[must_use]
+    pub fn without_volumes(self) -> Self {
+        Self { has_no_volumes: true, ..self }
     }
 
     /// Shows this controller from now on, as long as it lives.
@@ -96,6 +107,9 @@ impl Metrics {
         if let Some(controller) = self.controller() {
             up.set(1);
             volumes(&controller, &mut registry);
+            if !self.has_no_volumes {
+                each_volume(&controller, &mut registry);
+            }
             replicas(&controller, &mut registry);
             snapshots(&controller, &mut registry);
             healing(&controller, &mut registry);
@@ -172,6 +186,32 @@ fn volumes(controller: &Controller, registry: &mut Registry) {
     registry.register("volumes_not_judged", help, not_judged);
     registry.register("volumes_attached", "Volumes attached to a node", attached);
     registry.register_with_unit("volumes_size", "Sum of the volumes' sizes", Unit::Bytes, bytes);
+}
+
+fn each_volume(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Vec<(String, String)>, Gauge>::default;
+    let (size, used, snapshots, unwell) = (family(), family(), family(), family());
+    let mut volumes = controller.state.volumes.list();
+    volumes.sort_by(|one, other| one.spec.name.cmp(&other.spec.name));
+    volumes.truncate(VOLUMES_MAX);
+    let count = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
+    for volume in volumes {
+        let labels = volume_labels(&volume.spec.name, &volume.spec.claim);
+        let status = crate::status::shown(&controller.state, &volume);
+        let replicas = controller.status.replicas(&volume);
+        let fullest = replicas.iter().map(|replica| replica.used_bytes).max();
+        size.get_or_create(&labels).set(count(volume.size_bytes));
+        used.get_or_create(&labels).set(count(fullest.unwrap_or(0)));
+        let of_volume = controller.state.snapshots.of_volume(volume.id.0);
+        let kept = of_volume.iter().filter(|one| one.point.is_none() && one.is_kept()).count();
+        snapshots.get_or_create(&labels).set(count(kept as u64));
+        unwell.get_or_create(&labels).set(i64::from(status.health != "Online"));
+    }
+    registry.register_with_unit("volume_size", "Size of the volume", Unit::Bytes, size);
+    let help = "Space of the volume and its snapshots in the pool that has most of it";
+    registry.register_with_unit("volume_used", help, Unit::Bytes, used);
+    registry.register("volume_snapshots", "Snapshots of the volume", snapshots);
+    registry.register("volume_unwell", "1 while the volume's health is not Online", unwell);
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]

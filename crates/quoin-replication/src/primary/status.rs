@@ -33,7 +33,7 @@ pub struct ReplicaStatus {
     pub slow: bool,
 }
 
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct PrimaryStatus {
     pub epoch: Epoch,
     pub serving: bool,

@@ -20,6 +20,7 @@ use crate::listen::Socket;
 use crate::nbd_listener::NewClient;
 use crate::standing::{Holder, Openers};
 use crate::tokens::{Origin, Tokens};
+use crate::volume_metrics::Counts;
 
 /// Most clients of one volume.
 const CLIENTS_MAX: usize = 64;
@@ -79,6 +80,7 @@ pub(super) struct Export {
     /// Other nodes that are let in.
     pub(super) sharers: Vec<Sharer>,
     pub(super) tokens: Tokens,
+    pub(super) counts: Counts,
 }
 
 impl Export {
@@ -88,9 +90,18 @@ impl Export {
         listener: Option<(Socket, u64)>,
         throttle: Option<(Throttle, u64)>,
     ) -> Self {
-        let (clients, sharers, tokens) = (Vec::new(), Vec::new(), Tokens::default());
-        let (client, version) = (0, 0);
-        Self { info, since_epoch, listener, throttle, clients, client, version, sharers, tokens }
+        Self {
+            info,
+            since_epoch,
+            listener,
+            throttle,
+            clients: Vec::new(),
+            client: 0,
+            version: 0,
+            sharers: Vec::new(),
+            tokens: Tokens::default(),
+            counts: Counts::default(),
+        }
     }
 
     /// The attachments whose clients may change the volume.
@@ -537,7 +548,8 @@ impl Shard {
                     Some((throttle, _)) => throttle.admit(now, key, request),
                 };
                 if let Some(request) = request {
-                    let kind = self.reports.metrics.clients.requested(&request);
+                    let clients = &self.reports.metrics.clients;
+                    let kind = clients.requested(&request, &mut volume.export.counts);
                     volume.submit(now, key, kind, request, &mut self.actions);
                 }
             }
@@ -554,7 +566,8 @@ impl Shard {
         while let Some((throttle, _)) = &mut volume.export.throttle
             && let Some((client, request)) = throttle.next(now)
         {
-            let kind = self.reports.metrics.clients.requested(&request);
+            let clients = &self.reports.metrics.clients;
+            let kind = clients.requested(&request, &mut volume.export.counts);
             volume.submit(now, client, kind, request, &mut self.actions);
         }
         volume.export.set_timer(&mut self.sources);
@@ -631,6 +644,7 @@ impl Shard {
             &reply,
             origin.kind,
             self.round.began().since(origin.came),
+            &mut volume.export.counts,
         );
         reply.token = origin.token;
         client.complete(reply);

@@ -48,6 +48,7 @@ use crate::history::{Pull, Pulls};
 use crate::metrics::Metrics;
 use crate::nbd_listener::NewClient;
 use crate::standing::Openers;
+use crate::volume_metrics::Counts;
 use clients::Export;
 use feeding::Feeding;
 use links::{LinkName, Links};
@@ -106,8 +107,14 @@ pub enum Input {
     Shutdown,
 }
 
-/// State of a volume, and of the transfer that it takes.
-pub type Told = (VolumeId, PrimaryStatus, Option<FeedProgress>);
+/// State of a volume.
+pub struct Told {
+    pub volume: VolumeId,
+    pub status: PrimaryStatus,
+    /// Progress of the transfer that it takes.
+    pub feed: Option<FeedProgress>,
+    pub counts: Counts,
+}
 
 /// Outcome of a request for an epoch.
 pub enum Grant {
@@ -509,8 +516,12 @@ impl Shard {
             }
             Input::Feed(volume, input) => self.feed(volume, input),
             Input::Status(answer) => {
-                let told =
-                    |(id, v): (&VolumeId, &Volume)| (*id, v.target.status(), v.feeding.progress());
+                let told = |(id, volume): (&VolumeId, &Volume)| Told {
+                    volume: *id,
+                    status: volume.target.status(),
+                    feed: volume.feeding.progress(),
+                    counts: volume.export.counts.clone(),
+                };
                 let all = self.volumes.iter().map(told).collect();
                 // The caller may have stopped waiting.
                 let _ = answer.send(all);

@@ -22,7 +22,7 @@ pub(super) fn shard() -> (Shard, ShardHandle) {
     let (asks, asked) = tokio::sync::mpsc::unbounded_channel();
     // No test reads what the shard asks of the control thread.
     drop(asked);
-    let (notices, metrics) = (Notices::default(), Metrics::new());
+    let (notices, metrics) = (Notices::default(), Metrics::new(true));
     let dials = Dials::new(Reach::PlainLoopback, metrics.dials.clone());
     Shard::new(&dials, 1 << 20, asks, notices, metrics).unwrap()
 }

@@ -194,7 +194,7 @@ impl RunningTarget {
         reach: Reach,
         sign: impl Fn(quoin_types::Incarnation, Epoch) -> Bytes + Send + 'static,
     ) -> Self {
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(true);
         let (asks, mut asked) = tokio::sync::mpsc::unbounded_channel();
         let notices = Notices::default();
         let dials = Dials::new(reach, metrics.dials.clone());
@@ -266,7 +266,7 @@ impl RunningTarget {
     pub fn status(&self) -> PrimaryStatus {
         let (answer, status) = tokio::sync::oneshot::channel();
         self.handle.send(Input::Status(answer));
-        status.blocking_recv().unwrap().pop().unwrap().1
+        status.blocking_recv().unwrap().pop().unwrap().status
     }
 
     pub fn stop(self) {

@@ -151,6 +151,10 @@ pub struct ControllerOptions {
     /// mirrors. The ConfigMap PREFIXauthority is kept, by which they know the cluster.
     #[arg(long, value_name = "PREFIX")]
     admit_service_accounts: Option<String>,
+    /// No metrics by volume, only those of all volumes together. Each volume has four, of 5,000 volumes at
+    /// most.
+    #[arg(long)]
+    no_volume_metrics: bool,
     #[command(flatten)]
     lifetime: LifetimeOptions,
     #[command(flatten)]
@@ -323,6 +327,9 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
                 control.kubernetes = Some(KubernetesOptions { api, prefix });
             }
             options.healing.apply_to(&mut control);
+            if options.no_volume_metrics {
+                control.metrics = control.metrics.without_volumes();
+            }
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();
             let source = Source::new(move || metrics.render(), move || health.health());

@@ -47,6 +47,10 @@ pub struct TargetOptions {
     /// port is used.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:10809")]
     share_listen: SocketAddr,
+    /// No metrics by volume, only those of all volumes together. Each volume has some 50 series, of 500
+    /// volumes at most.
+    #[arg(long)]
+    no_volume_metrics: bool,
     #[command(flatten)]
     member: MemberOptions,
     #[command(flatten)]
@@ -57,7 +61,7 @@ pub fn run(options: TargetOptions) -> Result<()> {
     super::start_logs(options.role.log_json);
     super::data_path::prepare(Part::Other);
     super::check_run_directory(&options.run)?;
-    let metrics = Metrics::new();
+    let metrics = Metrics::new(!options.no_volume_metrics);
     let shown = metrics.clone();
     let health = metrics.health.clone();
     let source = Source::new(move || shown.render(), move || health.check());

@@ -66,6 +66,12 @@ pub enum VolumeCommand {
         /// Deleted ones too, while pools that are away still hold some of them.
         #[arg(long)]
         all: bool,
+        /// Only those of claims in this namespace of Kubernetes.
+        #[arg(long, value_name = "NAMESPACE")]
+        namespace: Option<String>,
+        /// Only those of claims of this name.
+        #[arg(long, value_name = "NAME")]
+        claim: Option<String>,
     },
     /// Make a volume a block device of this host, or of another, and print the device.
     #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/quoin/db\n  \
@@ -279,15 +285,16 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             let view = VolumeView { here, ..VolumeView::from(volume) };
             output::print_one(format, &view, || view.text())
         }
-        VolumeCommand::List { all } => {
+        VolumeCommand::List { all, namespace, claim } => {
             let volumes = list(&mut cluster, all).await?;
             let mut rows: Vec<_> = volumes.into_iter().map(VolumeView::from).collect();
+            rows.retain(|row| row.is_of(namespace.as_deref(), claim.as_deref()));
             rows.sort_by(|one, other| (&one.name, &one.id).cmp(&(&other.name, &other.id)));
-            output::print_list(
-                format,
-                &rows,
-                "no volumes: make one with `quoin volume create db --size 1GiB`",
-            )
+            let none = match (namespace, claim) {
+                (None, None) => "no volumes: make one with `quoin volume create db --size 1GiB`",
+                _ => "no volumes of such a claim; `quoin volume list -o wide` shows all claims",
+            };
+            output::print_list(format, &rows, none)
         }
         VolumeCommand::Attach(options) => {
             attach::attach(&mut cluster, options, client, format).await

@@ -357,6 +357,17 @@ impl From<Volume> for VolumeView {
     }
 }
 
+/// Returns true if a claim is in this namespace and has this name; `None`: any.
+fn is_claim_of(
+    claim: &BTreeMap<String, String>,
+    namespace: Option<&str>,
+    name: Option<&str>,
+) -> bool {
+    [("pvc/namespace", namespace), ("pvc/name", name)]
+        .into_iter()
+        .all(|(key, wanted)| wanted.is_none() || claim.get(key).map(String::as_str) == wanted)
+}
+
 /// Namespace and name of the claim of Kubernetes that has a volume; empty: none that is known.
 pub fn claim_in_words(claim: &BTreeMap<String, String>) -> String {
     let named = ["pvc/namespace", "pvc/name"].iter().filter_map(|key| claim.get(*key));
@@ -387,6 +398,10 @@ impl VolumeView {
     fn slow_pools(&self) -> String {
         let slow = self.replicas.iter().filter(|replica| replica.is_slow());
         slow.map(|replica| replica.pool.as_str()).collect::<Vec<_>>().join(",")
+    }
+
+    pub fn is_of(&self, namespace: Option<&str>, name: Option<&str>) -> bool {
+        is_claim_of(&self.claim, namespace, name)
     }
 
     /// The claim of Kubernetes that has it, as in `shop/orders`.
@@ -491,5 +506,26 @@ impl Row for VolumeView {
             self.claim(),
             self.id.clone(),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn volumes_are_found_by_the_namespace_and_the_name_of_their_claim() {
+        let claim = |namespace: &str, name: &str| {
+            let named = [("pvc/namespace", namespace), ("pvc/name", name)];
+            named.into_iter().map(|(key, name)| (key.to_owned(), name.to_owned())).collect()
+        };
+        let orders = claim("shop", "orders");
+        assert!(is_claim_of(&orders, Some("shop"), None));
+        assert!(is_claim_of(&orders, Some("shop"), Some("orders")));
+        assert!(is_claim_of(&orders, None, Some("orders")));
+        assert!(!is_claim_of(&orders, Some("shop2"), Some("orders")));
+        assert!(!is_claim_of(&orders, Some("shop"), Some("order")));
+        assert!(!is_claim_of(&BTreeMap::new(), Some("shop"), None), "it has no claim");
+        assert!(is_claim_of(&BTreeMap::new(), None, None));
     }
 }
