@@ -135,6 +135,7 @@ const USES: [(&str, Purpose); 53] = [
         Compares("a_backup_made_after_one_of_a_clock_that_was_ahead_is_the_last_by_name_and_stays"),
     ),
     ("crates/quoin/src/snapshot.rs", Stamps),
+    ("crates/quoin/src/support_bundle.rs", Stamps),
 ];
 
 /// Ways to read the wall clock, without white space.

@@ -13,7 +13,8 @@ use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
     admins, completion, contexts, declare, demo, dev, events, fence, group, listing, manual,
-    mirror, offline, preflight, roles, schedule, scrub, snapshot, status, target, tokens, volume,
+    mirror, offline, preflight, roles, schedule, scrub, snapshot, status, support_bundle, target,
+    tokens, volume,
 };
 
 /// Replicated block storage for containers.
@@ -124,6 +125,10 @@ enum Command {
         --port 7401 --device /dev/sdb"
     )]
     Preflight(preflight::PreflightOptions),
+    /// Write one file that tells those who help how the cluster and this host stand. No secret is in it.
+    #[command(after_help = "Example:\n  quoin support-bundle --into case-17.tar.zst\n  \
+        tar --zstd -tf case-17.tar.zst")]
+    SupportBundle(support_bundle::SupportBundleOptions),
     /// A volume that outlives its parts, shown under load; takes half a minute, leaves nothing.
     #[command(after_help = "Examples:\n  \
         quoin demo       a volume in use, while each part below it is killed in turn\n  \
@@ -237,6 +242,9 @@ impl Cli {
             Command::Attach(options) => roles::attach(options),
             Command::AttachHolder(options) => roles::hold(&options),
             Command::Preflight(options) => preflight::run(&options, format),
+            Command::SupportBundle(options) => {
+                wait_for(support_bundle::run(options, &client, format))
+            }
             Command::Pool(listing::PoolCommand::Inspect(options)) => {
                 offline::inspect(&options, format)
             }

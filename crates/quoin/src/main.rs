@@ -33,6 +33,7 @@ mod scrub;
 mod size;
 mod snapshot;
 mod status;
+mod support_bundle;
 mod target;
 mod tokens;
 mod volume;
