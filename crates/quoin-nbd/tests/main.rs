@@ -3,6 +3,7 @@
 
 mod client;
 mod client_bytes;
+mod edges;
 mod protocol;
 mod tls;
 mod tools;

@@ -13,30 +13,30 @@ use quoin_types::block::{
     BlockError, Closed, DeviceInfo, Frontend, Operation, Payload, Reply, Request, StatusExtent,
 };
 
-const SIZE: u64 = 1 << 20;
+pub const SIZE: u64 = 1 << 20;
 
-fn device() -> DeviceInfo {
+pub fn device() -> DeviceInfo {
     DeviceInfo { name: "vol".into(), size_bytes: SIZE, block_size: 4096, read_only: false }
 }
 
 /// A session, its output, and its requests.
-struct Peer {
-    session: Session,
-    input: BytesMut,
-    requests: Vec<Request>,
-    output: BytesMut,
+pub struct Peer {
+    pub session: Session,
+    pub input: BytesMut,
+    pub requests: Vec<Request>,
+    pub output: BytesMut,
 }
 
 impl Peer {
-    fn new(device: DeviceInfo) -> Self {
+    pub fn new(device: DeviceInfo) -> Self {
         Self::with(Session::new(device, TlsPolicy::Plain))
     }
 
-    fn with(session: Session) -> Self {
+    pub fn with(session: Session) -> Self {
         Self { session, input: BytesMut::new(), requests: Vec::new(), output: BytesMut::new() }
     }
 
-    fn feed(&mut self, bytes: &[u8]) -> Result<(), Closed> {
+    pub fn feed(&mut self, bytes: &[u8]) -> Result<(), Closed> {
         self.input.extend_from_slice(bytes);
         let mut output = Vec::new();
         let result = self.session.receive(&mut self.input, &mut self.requests, &mut output);
@@ -44,13 +44,13 @@ impl Peer {
         result
     }
 
-    fn reply(&mut self, token: u64, result: Result<Payload, BlockError>) {
+    pub fn reply(&mut self, token: u64, result: Result<Payload, BlockError>) {
         let mut output = Vec::new();
         self.session.complete(Reply { token, result }, &mut output);
         output.iter().for_each(|bytes| self.output.extend_from_slice(bytes));
     }
 
-    fn exchange_greeting(&mut self) {
+    pub fn exchange_greeting(&mut self) {
         self.feed(&[]).unwrap();
         assert_eq!(self.output.get_u64(), MAGIC);
         assert_eq!(self.output.get_u64(), OPTION_MAGIC);
@@ -59,20 +59,20 @@ impl Peer {
     }
 
     /// The type and body of the next option reply.
-    fn option_reply(&mut self, code: u32) -> (u32, Bytes) {
+    pub fn option_reply(&mut self, code: u32) -> (u32, Bytes) {
         assert_eq!(self.output.get_u64(), OPTION_REPLY_MAGIC);
         assert_eq!(self.output.get_u32(), code);
         let (kind, length) = (self.output.get_u32(), self.output.get_u32());
         (kind, self.output.split_to(length as usize).freeze())
     }
 
-    fn request_option(&mut self, code: u32, data: &[u8]) -> (u32, Bytes) {
+    pub fn request_option(&mut self, code: u32, data: &[u8]) -> (u32, Bytes) {
         self.feed(&an_option(code, data)).unwrap();
         self.option_reply(code)
     }
 
     /// A session after the negotiation, with nothing left to read.
-    fn ready(device: DeviceInfo, structured: bool) -> Self {
+    pub fn ready(device: DeviceInfo, structured: bool) -> Self {
         let mut peer = Self::new(device);
         peer.exchange_greeting();
         if structured {
@@ -87,13 +87,19 @@ impl Peer {
         peer
     }
 
-    fn request(&mut self, command: u16, flags: u16, offset: u64, length: u32) -> Option<Operation> {
+    pub fn request(
+        &mut self,
+        command: u16,
+        flags: u16,
+        offset: u64,
+        length: u32,
+    ) -> Option<Operation> {
         let header = RequestHeader { flags, command, cookie: 77, offset, length };
         self.feed(&header.encode()).unwrap();
         self.requests.pop().map(|request| request.operation)
     }
 
-    fn simple_error(&mut self) -> u32 {
+    pub fn simple_error(&mut self) -> u32 {
         assert_eq!(self.output.get_u32(), SIMPLE_REPLY_MAGIC);
         let number = self.output.get_u32();
         assert_eq!(self.output.get_u64(), 77);
@@ -101,7 +107,7 @@ impl Peer {
     }
 }
 
-fn an_option(code: u32, data: &[u8]) -> Vec<u8> {
+pub fn an_option(code: u32, data: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.put_u64(OPTION_MAGIC);
     bytes.put_u32(code);
@@ -110,7 +116,7 @@ fn an_option(code: u32, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn go(name: &str, wanted: &[u16]) -> Vec<u8> {
+pub fn go(name: &str, wanted: &[u16]) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.put_u32(name.len() as u32);
     bytes.put_slice(name.as_bytes());
@@ -119,7 +125,7 @@ fn go(name: &str, wanted: &[u16]) -> Vec<u8> {
     bytes
 }
 
-fn meta_query(name: &str, queries: &[&str]) -> Vec<u8> {
+pub fn meta_query(name: &str, queries: &[&str]) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.put_u32(name.len() as u32);
     bytes.put_slice(name.as_bytes());
