@@ -246,6 +246,51 @@ mod tests {
     }
 
     #[test]
+    fn tokens_names_and_lists_are_taken_at_their_limits() {
+        for (bytes, code_of) in [(15, Code::Unauthenticated), (16, Code::Ok), (17, Code::Ok)] {
+            let token = "t".repeat(bytes);
+            let callers = Callers::parse(&list(&token, "'*'")).unwrap();
+            assert_eq!(code(&callers, "DeleteVolume", Some(&token)), code_of, "{bytes} bytes");
+        }
+        let named = |bytes: usize| {
+            let name = "n".repeat(bytes);
+            format!("callers: [{{name: '{name}', tokenSha256: {}, may: []}}]", sha256(TOKEN))
+        };
+        for (bytes, is_taken) in [(0, false), (1, true), (127, true), (128, true), (129, false)] {
+            assert_eq!(Callers::parse(&named(bytes)).is_ok(), is_taken, "{bytes} bytes");
+        }
+        let many = |count: usize| {
+            let entry = format!("  - {{name: n, tokenSha256: {}, may: []}}\n", sha256(TOKEN));
+            format!("callers:\n{}", entry.repeat(count))
+        };
+        for (count, is_taken) in [(1023, true), (1024, true), (1025, false)] {
+            assert_eq!(Callers::parse(&many(count)).is_ok(), is_taken, "{count} callers");
+        }
+        for (digits, is_taken) in [(62, false), (63, false), (64, true), (65, false), (66, false)] {
+            let text =
+                format!("callers: [{{name: n, tokenSha256: {}, may: []}}]", "a".repeat(digits));
+            assert_eq!(Callers::parse(&text).is_ok(), is_taken, "{digits} digits");
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("callers.yaml");
+        for (bytes, is_taken) in [((1 << 20) - 1, true), (1 << 20, true), ((1 << 20) + 1, false)] {
+            let mut text = list(TOKEN, "'*'");
+            text.push_str("\n#");
+            text.push_str(&"x".repeat(bytes - text.len()));
+            std::fs::write(&file, text).unwrap();
+            assert_eq!(Callers::read(&file).is_ok(), is_taken, "{bytes} bytes");
+        }
+        // The last one of many counts as the first does.
+        let last = format!(
+            "{}  - {{name: last, tokenSha256: {}, may: ['*']}}\n",
+            many(1023).replace(&sha256(TOKEN), &sha256("another token of a caller")),
+            sha256(TOKEN)
+        );
+        let callers = Callers::parse(&last).unwrap();
+        assert_eq!(code(&callers, "DeleteVolume", Some(TOKEN)), Code::Ok);
+    }
+
+    #[test]
     fn a_list_that_breaks_a_rule_is_refused_with_the_rule() {
         let other = format!("{}\n", list(TOKEN, "CreateVolumes"));
         let digest = "callers: [{name: maker, tokenSha256: abc, may: []}]";

@@ -253,6 +253,77 @@ mod tests {
     }
 
     #[test]
+    fn the_texts_of_a_mount_are_taken_at_their_limits_and_no_longer() {
+        // Two flags, as their sum counts; a comma is added between them for the kernel.
+        for (bytes, is_taken) in [(4093, true), (4094, true), (4095, false), (4097, false)] {
+            let (one, two) = ("x".repeat(1000), "y".repeat(bytes - 1000));
+            let given = given(mount("", &[&one, &two]), 1);
+            assert_eq!(!malformed(&given), is_taken, "flags of {bytes} bytes");
+        }
+        // Flags of the kernel take no room among the options.
+        for (last, is_taken) in [("rw", true), ("rw,", false)] {
+            let mut flags = vec!["ro"; 2047];
+            flags.push(last);
+            assert_eq!(!malformed(&given(mount("", &flags), 1)), is_taken, "{last}");
+        }
+        let with = |fs_type: &str, group: &str| {
+            let mount = MountVolume {
+                fs_type: fs_type.to_owned(),
+                mount_flags: Vec::new(),
+                volume_mount_group: group.to_owned(),
+            };
+            given(Some(AccessType::Mount(mount)), 1)
+        };
+        for bytes in [127, 128] {
+            assert!(unsupported(&with(&"x".repeat(bytes), "")), "it is none that is served");
+            let group = format!("{}7", "0".repeat(bytes - 1));
+            assert!(!malformed(&with("", &group)), "a group of {bytes} digits");
+        }
+        assert!(malformed(&with(&"x".repeat(129), "")));
+        assert!(malformed(&with("", &format!("{}7", "0".repeat(128)))));
+    }
+
+    /// Every mode with every access type: what else follows of it.
+    #[test]
+    fn every_mode_has_its_own_sharing_targets_and_right_to_write() {
+        use Mode::{
+            MultiNodeMultiWriter, MultiNodeReaderOnly, MultiNodeSingleWriter,
+            SingleNodeMultiWriter, SingleNodeReaderOnly, SingleNodeSingleWriter, SingleNodeWriter,
+        };
+        for (mode, reads_only, sharing, several, of_mounts) in [
+            (SingleNodeWriter, false, "", false, true),
+            (SingleNodeReaderOnly, true, "", false, true),
+            (MultiNodeReaderOnly, true, "read-only", true, true),
+            (MultiNodeSingleWriter, false, "single-writer", true, false),
+            (MultiNodeMultiWriter, false, "multi-writer", true, false),
+            (SingleNodeSingleWriter, false, "", false, true),
+            (SingleNodeMultiWriter, false, "", true, true),
+        ] {
+            for (access_type, is_block) in [(block(), true), (mount("xfs", &["noatime"]), false)] {
+                let read = Capability::read("c", Some(&given(access_type, mode.into())));
+                let Ok(read) = read else {
+                    assert!(!is_block && !of_mounts, "{mode:?}");
+                    continue;
+                };
+                assert!(is_block || of_mounts, "{mode:?}");
+                let found = (read.is_reader_only(), read.sharing(), read.several_targets());
+                assert_eq!(found, (reads_only, sharing, several), "{mode:?}");
+                assert_eq!((read.is_block(), read.mode_name()), (is_block, mode.as_str_name()));
+                let access = if is_block { "block" } else { "mount" };
+                assert_eq!(read.usage(false), format!("{access} {}", mode.as_str_name()));
+                let file_system = (!is_block).then_some(FileSystem::Xfs);
+                assert_eq!((read.file_system(), read.group()), (file_system, None));
+                let flags = vec!["noatime".to_owned()];
+                let wanted = match is_block {
+                    true => Access::Block,
+                    false => Access::Mount { file_system: FileSystem::Xfs, flags },
+                };
+                assert_eq!(read.access(FileSystem::Ext4), wanted);
+            }
+        }
+    }
+
+    #[test]
     fn an_unserved_capability_is_unsupported_and_the_error_names_the_served_ones() {
         for mode in [4, 5] {
             assert!(unsupported(&given(mount("", &[]), mode)));

@@ -131,6 +131,40 @@ mod tests {
         assert_eq!(Range::of_new_volume(Some(range(0, 10_000))).unwrap().0, 8192);
     }
 
+    #[test]
+    fn sizes_are_taken_at_the_edges_of_their_granule_and_of_their_range() {
+        let most = i64::MAX - i64::MAX % 4096;
+        for (required, limit, size) in [
+            (1, 0, Some(4096)),
+            (4095, 0, Some(4096)),
+            (4096, 0, Some(4096)),
+            (4097, 0, Some(8192)),
+            (4096, 4096, Some(4096)),
+            (4095, 4095, None),
+            (4095, 4096, Some(4096)),
+            (4097, 8191, None),
+            (4097, 8192, Some(8192)),
+            (4097, 4096, None),
+            (0, 4096, Some(4096)),
+            (0, 4097, Some(4096)),
+            (0, 8191, Some(4096)),
+            (0, 1 << 30, Some(1 << 30)),
+            (0, (1 << 30) - 1, Some((1 << 30) - 4096)),
+            (0, (1 << 30) + 4096, Some(1 << 30)),
+            (most - 1, 0, Some(most as u64)),
+            (most, 0, Some(most as u64)),
+            (most + 1, 0, None),
+        ] {
+            let found = Range::of_new_volume(Some(range(required, limit)));
+            if let Err(status) = &found {
+                assert_eq!(status.code(), Code::OutOfRange, "{required} to {limit}");
+            }
+            assert_eq!(found.ok().map(|(size, _)| size), size, "{required} to {limit}");
+        }
+        assert_eq!(signed(i64::MAX as u64), i64::MAX);
+        assert_eq!((signed(1 << 63), signed(u64::MAX), signed(0)), (i64::MAX, i64::MAX, 0));
+    }
+
     proptest! {
         /// Proves CSI-CAPACITY-01, CSI-CAPACITY-03, CSI-CAPACITY-05: for the chosen size.
         #[test]

@@ -168,6 +168,36 @@ mod tests {
     }
 
     #[test]
+    fn a_path_of_a_socket_is_as_long_as_the_system_takes_and_no_longer() {
+        for (bytes, is_taken) in [(106, true), (107, true), (108, false)] {
+            let path = format!("/{}.sock", "x".repeat(bytes - 6));
+            assert_eq!(path.len(), bytes);
+            assert_eq!(parse(&format!("unix://{path}")).is_ok(), is_taken, "{bytes} bytes");
+        }
+        assert_eq!(parse("unix:///.sock").unwrap(), Path::new("/.sock"));
+        assert!(parse("unix:///a\0.sock").is_err());
+    }
+
+    /// A program that may open the socket may do with volumes what the orchestrator may.
+    #[tokio::test]
+    async fn a_socket_is_open_to_its_owner_and_its_group_alone_and_taken_away_by_its_own_process() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("csi.sock");
+        let (listener, socket) = listen(&path).await.unwrap();
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o660, "{mode:o}");
+        // Another process has replaced it since: that one stays.
+        std::fs::remove_file(&path).unwrap();
+        let other = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        drop((listener, socket));
+        assert!(path.exists());
+        drop(other);
+        let (_listener, socket) = listen(&path).await.unwrap();
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[test]
     fn the_socket_of_csi_addons_is_not_beside_that_of_csi_by_whatever_name_its_directory_has() {
         let directory = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink(directory.path(), directory.path().join("link")).unwrap();

@@ -189,6 +189,53 @@ mod tests {
         assert_eq!(optional_path("p", "").unwrap(), None);
     }
 
+    /// Each check with its limit: a value of that length, and the length that is still taken.
+    #[test]
+    fn every_field_is_taken_at_its_limit_and_refused_one_byte_beyond_it() {
+        type Check = fn(usize) -> Result<(), Status>;
+        let of_map = |bytes: usize| -> HashMap<String, String> {
+            // In two pairs, as the sum counts.
+            [("k".to_owned(), "v".repeat(10)), ("l".repeat(5), "w".repeat(bytes - 16))].into()
+        };
+        let rows: [(&str, usize, Check); 8] = [
+            ("an optional string", 128, |bytes| optional("f", &"x".repeat(bytes))),
+            ("a required string", 128, |bytes| required("f", &"x".repeat(bytes))),
+            ("a name", 128, |bytes| name("f", &"x".repeat(bytes))),
+            ("a node id", 256, |bytes| node_id("f", &"x".repeat(bytes))),
+            ("a path", 4095, |bytes| path("f", &format!("/{}", "x".repeat(bytes - 1))).map(drop)),
+            ("an optional path", 4095, |bytes| {
+                optional_path("f", &format!("/{}", "x".repeat(bytes - 1))).map(drop)
+            }),
+            ("a map", 4096, |_| Ok(())),
+            ("secrets", 1 << 20, |_| Ok(())),
+        ];
+        for (what, limit, check) in rows {
+            for (bytes, is_taken) in [(limit - 1, true), (limit, true), (limit + 1, false)] {
+                let outcome = match what {
+                    "a map" => map("f", &of_map(bytes)),
+                    "secrets" => secrets(&of_map(bytes)),
+                    _ => check(bytes),
+                };
+                assert_eq!(outcome.is_ok(), is_taken, "{what} of {bytes} bytes");
+                if let Err(status) = outcome {
+                    assert_eq!(status.code(), Code::InvalidArgument, "{what}");
+                }
+            }
+        }
+        for empty in [required("f", ""), name("f", ""), path("f", "").map(drop)] {
+            assert_eq!(empty.unwrap_err().code(), Code::InvalidArgument);
+        }
+        for empty in [optional("f", ""), node_id("f", ""), optional_path("f", "").map(drop)] {
+            empty.unwrap();
+        }
+        for whole in ["/a", "/a/", "/a/.", "/a//b"] {
+            path("p", whole).unwrap();
+        }
+        for root in ["/", "//", "/.", "/..", "/a/.."] {
+            refused(path("p", root).map(drop));
+        }
+    }
+
     proptest! {
         #[test]
         fn no_text_makes_the_checks_panic(text: String) {

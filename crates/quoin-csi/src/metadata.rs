@@ -226,6 +226,45 @@ mod tests {
     }
 
     #[test]
+    fn a_message_has_as_many_ranges_as_are_asked_for_up_to_its_own_limit() {
+        for (asked, max) in
+            [(0, 4096), (1, 1), (4095, 4095), (4096, 4096), (4097, 4096), (i32::MAX, 4096)]
+        {
+            assert_eq!(ranges_max(asked).unwrap(), max, "{asked}");
+        }
+        for negative in [-1, i32::MIN] {
+            assert_eq!(ranges_max(negative).unwrap_err().code(), Code::InvalidArgument);
+        }
+    }
+
+    #[test]
+    fn the_last_range_of_a_part_is_told_wherever_a_caller_begins() {
+        let of = |ranges: &[(u64, u64)], from| -> Vec<(i64, i64)> {
+            let ranges = changed(&part(ranges), from).into_iter();
+            ranges.map(|range| (range.byte_offset, range.size_bytes)).collect()
+        };
+        let last = [(0, 4096), (8192, 4096), (61440, 4096)];
+        for (from, count) in [
+            (0, 3),
+            (4095, 3),
+            (4096, 2),
+            (12287, 2),
+            (12288, 1),
+            (61440, 1),
+            (65535, 1),
+            (65536, 0),
+        ] {
+            let expected: Vec<_> =
+                last[3 - count..].iter().map(|(at, length)| (*at as i64, *length as i64)).collect();
+            assert_eq!(of(&last, from), expected, "from {from}");
+        }
+        assert_eq!(of(&[], 0), []);
+        // Neighbours of which the first was had already begin where that ended, or are needed whole.
+        assert_eq!(of(&[(0, 4096), (4096, 4096)], 4096), [(4096, 4096)]);
+        assert_eq!(of(&[(0, 8192), (8192, 4096)], 4096), [(0, 12288)]);
+    }
+
+    #[test]
     fn an_offset_may_be_the_end_of_the_snapshot_and_no_further() {
         assert_eq!(starting_offset(8192, 8192).unwrap(), 8192);
         for wrong in [-1, 8193, i64::MIN, i64::MAX] {

@@ -299,4 +299,95 @@ mod tests {
             assert!(!status.message().is_empty());
         }
     }
+
+    /// The whole table: a code that the interface does not have for an answer is another one's.
+    #[test]
+    fn every_code_of_the_control_plane_and_of_the_node_has_its_own_in_the_interface() {
+        for number in 0..17 {
+            let given = Code::from_i32(number);
+            let expected = match given {
+                Code::Ok => Code::Internal,
+                Code::Unknown | Code::Cancelled => Code::Unavailable,
+                code => code,
+            };
+            assert_eq!(from_control(&Status::new(given, "why")).code(), expected, "{given:?}");
+            let told = match given {
+                Code::Internal | Code::DataLoss | Code::OutOfRange | Code::Cancelled => {
+                    Code::Unknown
+                }
+                code => code,
+            };
+            let found = unclassified(Status::new(given, "why"));
+            assert_eq!((found.code(), found.message()), (told, "why"), "{given:?}");
+            let enabled = match given {
+                Code::ResourceExhausted => Code::FailedPrecondition,
+                code => code,
+            };
+            let found = not_enabled(Status::new(given, "why"));
+            assert_eq!((found.code(), found.message()), (enabled, "why"), "{given:?}");
+        }
+        let own = Status::new(Code::NotFound, "own");
+        let status = |code, status: Status| assert_eq!(status.code(), code, "{status}");
+        status(Code::InvalidArgument, missing("f"));
+        status(Code::InvalidArgument, invalid("f", "why"));
+        status(Code::InvalidArgument, unsupported_capability("why"));
+        status(Code::InvalidArgument, other_members("g"));
+        status(Code::FailedPrecondition, exceeds_capabilities("why"));
+        status(Code::FailedPrecondition, precondition("why"));
+        status(Code::FailedPrecondition, late_with_the_replay("v", "n"));
+        status(Code::FailedPrecondition, not_replicated("v"));
+        status(Code::FailedPrecondition, replicated_with_group("v", "g"));
+        status(Code::FailedPrecondition, not_primary("v", "secondary"));
+        status(Code::AlreadyExists, exists_without("why"));
+        status(Code::NotFound, not_at_path("v", &own));
+        status(Code::NotFound, no_volume("v"));
+        status(Code::NotFound, no_group("g"));
+        status(Code::NotFound, no_snapshot("s"));
+        status(Code::NotFound, no_group_snapshot("g"));
+        status(Code::NotFound, nothing_synced("v", ""));
+        status(Code::NotFound, not_at_any_path("v"));
+        status(Code::Unavailable, still_reclaimed("v"));
+        status(Code::Unavailable, not_known("v", "why"));
+        status(Code::Unavailable, replays_elsewhere("v", "n"));
+        status(Code::Unavailable, no_destination_yet("v"));
+        status(Code::Unavailable, group_not_cut("g", "why"));
+        status(Code::Unavailable, not_cut("s", "why"));
+        status(Code::Unavailable, not_in_force("why"));
+        status(Code::Unavailable, no_answer_in_time(Duration::from_secs(1)));
+        status(Code::Unavailable, not_judged("v", "why"));
+        status(Code::Unavailable, no_address("n"));
+        status(Code::Unauthenticated, unauthenticated("why"));
+        status(Code::PermissionDenied, not_permitted("c", "Rpc"));
+        status(Code::Aborted, pending("v", Duration::ZERO, None));
+        status(Code::Aborted, bad_token());
+        status(Code::DeadlineExceeded, not_in_time("Rpc", "v", Duration::ZERO, None));
+        status(Code::OutOfRange, out_of_range("why"));
+        status(Code::Unimplemented, not_served("Rpc", "why"));
+        status(Code::Internal, internal("Rpc"));
+    }
+
+    /// Errors of the node, one of each kind.
+    #[test]
+    fn every_kind_of_error_of_the_node_has_its_code() {
+        use quoin_node::Error;
+        let (volume, path) = (|| "v".to_owned(), || std::path::PathBuf::from("/x"));
+        let text = String::new;
+        for (error, code) in [
+            (Error::Path { path: path(), why: "is none" }, Code::InvalidArgument),
+            (Error::StagedDifferently { volume: volume(), path: path() }, Code::AlreadyExists),
+            (Error::NotStaged { volume: volume(), path: path() }, Code::FailedPrecondition),
+            (Error::NotPresent { volume: volume(), path: path() }, Code::NotFound),
+            (
+                Error::AboveLimit { volume: volume(), has_bytes: 2, limit_bytes: 1 },
+                Code::OutOfRange,
+            ),
+            (Error::WrongKey { volume: volume() }, Code::Unauthenticated),
+            (Error::Busy { path: path() }, Code::Unavailable),
+            (Error::NotTrimmed { volume: volume(), path: path() }, Code::Unimplemented),
+            (Error::Tool { tool: "mkfs", volume: volume(), output: text() }, Code::Internal),
+        ] {
+            let status = from_node(&error);
+            assert_eq!((status.code(), status.message()), (code, error.to_string().as_str()));
+        }
+    }
 }

@@ -149,6 +149,35 @@ mod tests {
     }
 
     #[test]
+    fn blocks_are_taken_up_to_their_number_and_their_length() {
+        let of = |count: usize, bytes: usize| blocks(cidrs(vec!["x".repeat(bytes); count]));
+        for (count, bytes, is_taken) in [
+            (0, 1, false),
+            (1, 1, true),
+            (1023, 1, true),
+            (1024, 1, true),
+            (1025, 1, false),
+            (1, 47, true),
+            (1, 48, true),
+            (1, 49, false),
+        ] {
+            let read = of(count, bytes);
+            assert_eq!(read.is_ok(), is_taken, "{count} of {bytes} bytes");
+            if let Err(status) = &read {
+                assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            }
+            assert!(read.is_err() || read.unwrap().len() == count);
+        }
+        // The last one counts.
+        let mut long = vec!["x".to_owned(); 3];
+        long.push("x".repeat(49));
+        assert!(blocks(cidrs(long)).is_err());
+        let shown = |address: &str| block_of(address.parse().unwrap());
+        assert_eq!(shown("192.0.2.1"), "192.0.2.1/32");
+        assert_eq!(shown("fd00::1"), "fd00::1/128");
+    }
+
+    #[test]
     fn a_node_is_named_by_its_own_addresses_and_not_by_those_that_many_hosts_have() {
         let here = ["192.0.2.1".to_owned(), "172.17.0.1".to_owned(), "fd00::1".to_owned()];
         let named = |nodes: &[api::Node]| addresses("h1", &here, nodes);

@@ -140,6 +140,17 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_text_is_cut_where_it_is_longer_than_it_may_be_and_nowhere_else() {
+        assert_eq!(cut("x".repeat(127)).len(), 127);
+        assert_eq!(cut("x".repeat(128)), "x".repeat(128));
+        assert_eq!(cut("x".repeat(129)), format!("{}…", "x".repeat(125)));
+        // Letters of two bytes are not cut through.
+        assert_eq!(cut("ü".repeat(64)), "ü".repeat(64));
+        assert_eq!(cut("ü".repeat(65)), format!("{}…", "ü".repeat(62)));
+        assert_eq!(cut(format!("x{}", "ü".repeat(64))), format!("x{}…", "ü".repeat(62)));
+    }
+
     /// Proves CSI-CONDITION-01, CSI-CONDITION-02: as the controller sees it.
     #[test]
     fn a_volume_is_abnormal_exactly_with_a_condition_and_always_has_a_text() {

@@ -187,6 +187,45 @@ mod tests {
     }
 
     #[test]
+    fn intervals_and_bandwidths_are_taken_at_their_limits() {
+        for (text, seconds) in [
+            ("9s", None),
+            ("10s", Some(10)),
+            ("11s", Some(11)),
+            ("2592000s", Some(30 * DAY_S)),
+            ("2592001s", None),
+            ("29d", Some(29 * DAY_S)),
+            ("30d", Some(30 * DAY_S)),
+            ("31d", None),
+            ("720h", Some(30 * DAY_S)),
+            ("721h", None),
+            ("43200m", Some(30 * DAY_S)),
+            ("43201m", None),
+            ("000000000000010s", Some(10)),
+            ("0000000000000010s", None),
+        ] {
+            assert_eq!(interval(text), seconds, "{text}");
+        }
+        for (text, bytes) in [
+            ("65535", None),
+            ("65536", Some(65536)),
+            ("65537", Some(65537)),
+            ("63KiB", None),
+            ("64KiB", Some(65536)),
+            ("1MiB", Some(1 << 20)),
+            ("1GiB", Some(1 << 30)),
+            ("999999999999999", Some(999_999_999_999_999)),
+            ("1000000000000000", None),
+        ] {
+            assert_eq!(bandwidth(text), bytes, "{text}");
+        }
+        for (bytes, is_taken) in [(127, true), (128, true), (129, false)] {
+            let prefix = "x".repeat(bytes);
+            assert_eq!(of_group(&map(&[(NAME_PREFIX, &prefix)])).is_ok(), is_taken, "{bytes}");
+        }
+    }
+
+    #[test]
     fn a_value_that_its_key_does_not_have_is_refused_with_those_that_it_has() {
         let intervals =
             ["", "0m", "9s", "31d", "1", "1w", "-1m", "1.5h", "m", "99999999999999999d"];
