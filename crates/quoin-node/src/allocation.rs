@@ -53,3 +53,53 @@ fn ask(socket: &Path, size_bytes: u64, ranges_max: usize) -> Option<Vec<Range<u6
     client.stop();
     Some(written)
 }
+
+#[cfg(test)]
+mod tests {
+    use quoin_testkit::nbd_server::{Server, ServerOptions, Volume, volume};
+
+    use super::*;
+
+    const BLOCK: u64 = 4096;
+    const SIZE: u64 = 64 * BLOCK;
+
+    fn write(volume: &Volume, lba: u64, blocks: u64) {
+        let data = vec![1; (blocks * BLOCK) as usize].into();
+        let write = Operation::Write { offset: lba * BLOCK, data, fua: false };
+        volume.lock().unwrap().apply(&write).unwrap();
+    }
+
+    #[test]
+    fn every_block_with_content_is_told_up_to_the_last_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("v.sock");
+        let blocks = SIZE / BLOCK;
+        for ranges in [
+            vec![],
+            vec![(0, 1)],
+            vec![(blocks - 1, 1)],
+            vec![(0, blocks)],
+            vec![(0, 1), (2, 3), (31, 2), (blocks - 1, 1)],
+        ] {
+            let volume = volume(SIZE as usize);
+            ranges.iter().for_each(|(lba, blocks)| write(&volume, *lba, *blocks));
+            let _server = Server::start(&socket, volume, ServerOptions::default());
+            let expected: Vec<_> =
+                ranges.iter().map(|(lba, blocks)| lba * BLOCK..(lba + blocks) * BLOCK).collect();
+            assert_eq!(written(&socket, SIZE), Some(expected), "{ranges:?}");
+            assert_eq!(is_unwritten(&socket, SIZE), ranges.is_empty(), "{ranges:?}");
+            for (max, is_told) in [(ranges.len(), true), (ranges.len().wrapping_sub(1), false)] {
+                let is_told = is_told || ranges.is_empty();
+                assert_eq!(ask(&socket, SIZE, max).is_some(), is_told, "at most {max}");
+            }
+        }
+        // A server that does not answer, or has another size, says nothing.
+        assert_eq!(written(&socket, SIZE), None);
+        let small = volume((SIZE / 2) as usize);
+        let _server = Server::start(&socket, small, ServerOptions::default());
+        assert_eq!((written(&socket, SIZE), is_unwritten(&socket, SIZE)), (None, false));
+        assert_eq!(written(&socket, SIZE / 2), Some(Vec::new()));
+        // Nor is one asked that is larger than what a pool goes through for an answer.
+        assert_eq!(written(&socket, (1 << 40) + BLOCK), None);
+    }
+}

@@ -158,7 +158,69 @@ pub async fn is_frozen(socket: &Path, deadline: Duration) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use quoin_encryption::handing::KeyHolder;
+
     use super::*;
+
+    /// A target that serves one encrypted volume, "v", and one that is not, "plain".
+    struct Holder(DataKey);
+
+    impl KeyHolder for Holder {
+        fn take(&self, volume: &str, given: DataKey) -> Result<(), Refusal> {
+            match volume {
+                "v" if given == self.0 => Ok(()),
+                "v" => Err(Refusal::WrongKey),
+                "plain" => Err(Refusal::NotEncrypted),
+                _ => Err(Refusal::NotServed),
+            }
+        }
+
+        fn key(&self, volume: &str) -> Result<DataKey, Refusal> {
+            match volume {
+                "v" => Ok(self.0.clone()),
+                "plain" => Err(Refusal::NotEncrypted),
+                "broken" => Err(Refusal::Failed),
+                _ => Err(Refusal::NotServed),
+            }
+        }
+    }
+
+    /// The table of a target's answers, and of one that is away.
+    #[tokio::test]
+    async fn each_answer_to_a_key_is_told_for_what_it_is() {
+        use crate::Kind;
+        let directory = tempfile::tempdir().unwrap();
+        let user = UserKey::parse("ab".repeat(32).as_bytes()).unwrap();
+        let drawn = || {
+            let encryption = quoin_encryption::Encryption::create(&user, "csi").unwrap();
+            encryption.unlock(&user).unwrap().key
+        };
+        let (key, other) = (drawn(), drawn());
+        let away = hand_key("v", directory.path(), &key, 20).await.unwrap_err();
+        assert_eq!(away.kind(), Kind::Unavailable, "{away}");
+        assert!(wrap_key("v", directory.path(), &user, "csi").await.unwrap().is_none(), "away");
+        let (_stop, stopped) = tokio::sync::watch::channel(false);
+        let listener = handing::bind(directory.path()).unwrap();
+        tokio::spawn(handing::serve(listener, Holder(key.clone()), stopped));
+        for (volume, given, kind) in [
+            ("v", &key, None),
+            ("v", &other, Some(Kind::Unauthenticated)),
+            ("plain", &key, Some(Kind::Unauthenticated)),
+            ("nowhere", &key, Some(Kind::Unavailable)),
+        ] {
+            let handed = hand_key(volume, directory.path(), given, 120).await;
+            assert_eq!(handed.err().map(|error| error.kind()), kind, "{volume}");
+        }
+        for (volume, is_wrapped) in
+            [("v", Ok(true)), ("plain", Ok(false)), ("nowhere", Ok(false)), ("broken", Err(()))]
+        {
+            let wrapped = wrap_key(volume, directory.path(), &user, "csi").await;
+            let found = wrapped.map(|slot| slot.is_some()).map_err(|error| {
+                assert_eq!(error.kind(), Kind::Unavailable);
+            });
+            assert_eq!(found, is_wrapped, "{volume}");
+        }
+    }
 
     #[tokio::test]
     async fn a_listener_that_says_nothing_is_frozen_and_one_that_is_away_or_greets_is_not() {

@@ -181,6 +181,102 @@ mod tests {
         assert_eq!(process.session("3").await.unwrap(), Session::default());
     }
 
+    /// A daemon that answers each request with the next of these answers, and keeps the requests.
+    async fn daemon(
+        directory: &std::path::Path,
+        answers: Vec<quoin_attach::protocol::Response>,
+    ) -> (AttachProcess, std::sync::Arc<std::sync::Mutex<Vec<quoin_attach::protocol::Request>>>)
+    {
+        use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+        let socket = directory.join("attach.sock");
+        let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        let asked = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+        let heard = asked.clone();
+        tokio::spawn(async move {
+            for answer in answers {
+                let mut stream = BufReader::new(listener.accept().await.unwrap().0);
+                let mut line = String::new();
+                stream.read_line(&mut line).await.unwrap();
+                heard.lock().unwrap().push(serde_json::from_str(&line).unwrap());
+                let mut reply = serde_json::to_vec(&answer).unwrap();
+                reply.push(b'\n');
+                stream.get_mut().write_all(&reply).await.unwrap();
+            }
+        });
+        (AttachProcess::new(&socket), asked)
+    }
+
+    #[tokio::test]
+    async fn every_property_of_a_volume_is_asked_for_as_it_was_given() {
+        use quoin_attach::protocol::{Attached, Request, Response};
+        for read_only in [false, true] {
+            let directory = tempfile::tempdir().unwrap();
+            let attached = Attached {
+                volume: "v".into(),
+                device: "/dev/loop7".into(),
+                nbd_socket: "/run/v.sock".into(),
+                size: 8192,
+                block_size: 512,
+                read_only,
+                file_only: false,
+                connected: true,
+                in_flight: 0,
+                link: None,
+                dead: String::new(),
+            };
+            let (process, asked) = daemon(directory.path(), vec![Response::Ok(attached)]).await;
+            let request = AttachRequest {
+                volume: "v".into(),
+                nbd_socket: "/run/v.sock".into(),
+                size_bytes: 8192,
+                block_size: 512,
+                read_only,
+                key: None,
+            };
+            assert_eq!(process.attach(&request).await.unwrap(), PathBuf::from("/dev/loop7"));
+            let expected = AttachVolume {
+                volume: "v".into(),
+                nbd_socket: "/run/v.sock".into(),
+                size: 8192,
+                block_size: 512,
+                read_only,
+                file_only: false,
+                key: None,
+            };
+            assert_eq!(*asked.lock().unwrap(), [Request::Attach(expected)]);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_device_that_is_busy_is_asked_for_again_and_any_other_refusal_is_told_at_once() {
+        use quoin_attach::protocol::{Request, Response};
+        let refusal = |kind| Response::Error { kind, message: "why".into() };
+        let directory = tempfile::tempdir().unwrap();
+        let answers =
+            vec![refusal(AttachKind::Busy), refusal(AttachKind::Busy), Response::Detached {}];
+        let (process, asked) = daemon(directory.path(), answers).await;
+        process.detach("v").await.unwrap();
+        let once = || Request::Detach { volume: "v".into() };
+        assert_eq!(*asked.lock().unwrap(), [once(), once(), once()]);
+        for kind in [AttachKind::Host, AttachKind::Unavailable, AttachKind::Conflict] {
+            let directory = tempfile::tempdir().unwrap();
+            let answers = vec![refusal(kind), Response::Detached {}];
+            let (process, asked) = daemon(directory.path(), answers).await;
+            process.detach("v").await.unwrap_err();
+            assert_eq!(asked.lock().unwrap().len(), 1, "{kind:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn only_a_volume_that_is_attached_is_resized() {
+        use quoin_attach::protocol::{Request, Response};
+        let directory = tempfile::tempdir().unwrap();
+        let (process, asked) =
+            daemon(directory.path(), vec![Response::List(Vec::new()), Response::Detached {}]).await;
+        process.resize("v", 8192).await.unwrap();
+        assert_eq!(*asked.lock().unwrap(), [Request::Find { volume: "v".into() }]);
+    }
+
     /// The orchestrator retries what is unavailable, and reports everything else to a user.
     #[test]
     fn what_the_host_lacks_is_a_failed_precondition_and_not_retried() {

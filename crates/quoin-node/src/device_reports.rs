@@ -328,6 +328,12 @@ fn held_device(volume: String) -> DeviceUse {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
+    use quoin_api::control::{DetachedDevice, DeviceSize, ServedElsewhere as Served};
+    use quoin_attach::protocol::{Request, Response};
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
     use super::*;
 
     #[tokio::test]
@@ -340,5 +346,185 @@ mod tests {
         let _listener =
             tokio::net::UnixListener::bind(directory.path().join("attach.sock")).unwrap();
         assert_eq!(devices.query().await, None);
+    }
+
+    fn device(volume: &str, asked: u64, size_bytes: u64) -> DeviceUse {
+        let device = format!("/dev/of-{volume}").into();
+        DeviceUse { device, asked, size_bytes, in_use: false, ..held_device(volume.into()) }
+    }
+
+    fn piece(volume: &str, kind: Kind) -> Piece {
+        let path = format!("/of-{volume}").into();
+        Piece { volume: volume.into(), kind, path, is_used: false }
+    }
+
+    /// A host with a volume for each thing that an answer may say, and one of which it says nothing.
+    fn host() -> Reported {
+        let mut dead = device("moved", 3, 4096);
+        dead.dead = "served by h2".into();
+        let devices =
+            [device("grown", 1, 4096), device("gone", 2, 4096), dead, device("same", 4, 4096)];
+        Reported {
+            devices: devices.into_iter().map(|one| (one.volume.clone(), one)).collect(),
+            pieces: vec![
+                piece("gone", Kind::Staged),
+                piece("left", Kind::Staged),
+                piece("boot", Kind::AtBoot),
+                piece("stray", Kind::File),
+                piece("linked", Kind::Link),
+                piece("foreign", Kind::Foreign),
+            ],
+            is_attach_there: true,
+        }
+    }
+
+    fn answer() -> ReportAnswer {
+        let detached = |volume_id: &str, name: &str| DetachedDevice {
+            volume_id: volume_id.into(),
+            name: name.into(),
+        };
+        let size = |volume_id: &str| DeviceSize { volume_id: volume_id.into(), size_bytes: 8192 };
+        let served = |volume_id: &str| Served {
+            volume_id: volume_id.into(),
+            name: "m".into(),
+            node: "h2".into(),
+            since_epoch: 31,
+        };
+        ReportAnswer {
+            // Nothing is said of what was not reported.
+            detached: vec![detached("gone", "g"), detached("nowhere", "")],
+            sizes: vec![size("grown"), size("nowhere")],
+            served_elsewhere: vec![served("moved"), served("nowhere")],
+            ..ReportAnswer::default()
+        }
+    }
+
+    #[test]
+    fn each_word_of_an_answer_is_of_its_own_volume_and_of_none_that_was_not_reported() {
+        let learned = BTreeMap::from([(
+            "left".to_owned(),
+            Word { standing: Standing::NotHere, ..Word::default() },
+        )]);
+        let table = host().table(&answer(), learned.clone());
+        let is = |volume: &str| table.words[volume].standing;
+        assert_eq!(is("grown"), Standing::Here { size_bytes: 8192 });
+        assert_eq!((is("gone"), table.words["gone"].name.as_str()), (Standing::NotHere, "g"));
+        assert_eq!(is("same"), Standing::Here { size_bytes: 0 }, "it is attached here");
+        assert_eq!(is("moved"), Standing::Here { size_bytes: 0 });
+        assert_eq!(table.words["moved"].served_elsewhere, Some(("h2".to_owned(), 31)));
+        assert_eq!((is("left"), table.words.len()), (Standing::NotHere, 5));
+        let attached = table.attachments.unwrap();
+        let of = |volume: &str| (attached[volume].asked, attached[volume].is_dead);
+        assert_eq!((of("grown"), of("moved"), attached.len()), ((1, false), (3, true), 4));
+        assert_eq!(attached["gone"].size_bytes, 4096);
+        // One without a name is deleted.
+        let mut deleted = answer();
+        deleted.detached[0].name.clear();
+        assert_eq!(host().table(&deleted, learned).words["gone"].standing, Standing::Deleted);
+        // Without its process nothing is known of devices.
+        let away = Reported { is_attach_there: false, ..host() };
+        assert_eq!(away.table(&answer(), BTreeMap::new()).attachments, None);
+        assert_eq!(host().unspoken(), ["boot", "left"]);
+    }
+
+    #[test]
+    fn all_that_is_known_of_a_device_is_reported() {
+        let one = DeviceUse {
+            mounts: vec!["/a b".into(), "/c".into()],
+            in_use: true,
+            since_epoch: 7,
+            dead: "why".into(),
+            ..device("v", 9, 4096)
+        };
+        let reported = DeviceReport::from(one);
+        assert_eq!((reported.volume_id.as_str(), reported.device.as_str()), ("v", "/dev/of-v"));
+        assert_eq!(reported.mounts, ["/a b", "/c"]);
+        assert_eq!((reported.in_use, reported.since_epoch, reported.size_bytes), (true, 7, 4096));
+        assert_eq!(reported.dead, "why");
+        // A device that the holder keeps has users that wait for it.
+        let held = DeviceReport::from(held_device("v".into()));
+        assert!(held.in_use && held.device.is_empty() && held.size_bytes == 0);
+    }
+
+    /// The requests to the attach process, in order.
+    #[tokio::test]
+    async fn an_answer_is_followed_volume_by_volume_and_what_stays_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("attach.sock");
+        let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let heard = asked.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let mut stream = BufReader::new(stream);
+                let mut line = String::new();
+                stream.read_line(&mut line).await.unwrap();
+                heard.lock().unwrap().push(serde_json::from_str::<Request>(&line).unwrap());
+                let mut reply = serde_json::to_vec(&Response::Ended { did: Vec::new() }).unwrap();
+                reply.push(b'\n');
+                stream.get_mut().write_all(&reply).await.unwrap();
+            }
+        });
+        let devices = DeviceReports::of(&socket);
+        let learned = BTreeMap::from([
+            ("left".to_owned(), Word { standing: Standing::NotHere, ..Word::default() }),
+            ("foreign".to_owned(), Word { standing: Standing::Deleted, ..Word::default() }),
+            ("boot".to_owned(), Word { standing: Standing::Deleted, ..Word::default() }),
+        ]);
+        let followed = devices.follow(Some(&host()), &answer(), learned).await;
+        let why = "its volume is not attached to this host any more".to_owned();
+        let expected = [
+            Request::Detached(DetachedHere { volume: "gone".into(), asked: 2, why }),
+            Request::Resize { volume: "grown".into(), size: 8192 },
+            Request::Sweep { volume: "linked".into() },
+            Request::ServedElsewhere(ServedElsewhere {
+                volume: "moved".into(),
+                name: "m".into(),
+                node: "h2".into(),
+                since_epoch: 31,
+            }),
+            Request::Sweep { volume: "stray".into() },
+        ];
+        assert_eq!(*asked.lock().unwrap(), expected);
+        // The device of "gone" goes first.
+        assert_eq!(followed.to_take_down, ["left"]);
+        let named: Vec<&str> = followed.left.iter().map(|(volume, _)| volume.as_str()).collect();
+        assert_eq!(named, ["boot", "foreign", "m"]);
+        // Nothing was reported: nothing is followed.
+        let nothing = devices.follow(None, &answer(), BTreeMap::new()).await;
+        assert_eq!((nothing, asked.lock().unwrap().len()), (Followed::default(), 5));
+    }
+
+    #[test]
+    fn files_of_volumes_at_boot_are_read_up_to_their_limit_and_others_are_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            std::fs::write(directory.path().join(name), text).unwrap();
+        };
+        let long = |bytes: usize| {
+            let bare = r#"{"pad":"","id":"long"}"#.len();
+            format!(r#"{{"pad":"{}","id":"long"}}"#, "x".repeat(bytes - bare))
+        };
+        file("a.json", r#"{"id":"1","name":"db"}"#);
+        file("b.json.new", r#"{"id":"2"}"#);
+        file("c.txt", r#"{"id":"3"}"#);
+        file("d.json", "{");
+        file("e.json", r#"{"name":"none"}"#);
+        std::fs::create_dir(directory.path().join("f.json")).unwrap();
+        let found = || {
+            let mut found: Vec<_> =
+                at_boot(directory.path()).into_iter().map(|piece| piece.volume).collect();
+            found.sort();
+            found
+        };
+        assert_eq!(found(), ["1"]);
+        for (bytes, is_read) in [((64 << 10) - 1, true), (64 << 10, true), ((64 << 10) + 1, false)]
+        {
+            file("g.json", &long(bytes));
+            assert_eq!(found().contains(&"long".to_owned()), is_read, "{bytes} bytes");
+        }
+        let pieces = at_boot(directory.path());
+        assert!(pieces.iter().all(|one| one.kind == Kind::AtBoot && !one.is_used));
+        assert_eq!(at_boot(Path::new("/nowhere")), []);
     }
 }

@@ -262,3 +262,164 @@ impl Error {
         move |source| Self::Io { operation, path, source }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn volume() -> String {
+        "v".to_owned()
+    }
+
+    fn path() -> PathBuf {
+        "/x".into()
+    }
+
+    /// The table: each error, what its caller may conclude, and whether the host or the volume failed.
+    fn all() -> Vec<(Error, Kind, bool)> {
+        use Kind::{
+            AlreadyExists, FailedPrecondition, Internal, InvalidArgument, NotFound, OutOfRange,
+            Unauthenticated, Unavailable, Unsupported,
+        };
+        let text = || "text".to_owned();
+        let (volume, path, target) = (volume, path, path);
+        vec![
+            (Error::StagedElsewhere { volume: volume(), path: path() }, FailedPrecondition, false),
+            (Error::StagedDifferently { volume: volume(), path: path() }, AlreadyExists, false),
+            (Error::NotStaged { volume: volume(), path: path() }, FailedPrecondition, false),
+            (
+                Error::StillPublished { volume: volume(), target: target() },
+                FailedPrecondition,
+                false,
+            ),
+            (
+                Error::PublishedDifferently { volume: volume(), target: target() },
+                AlreadyExists,
+                false,
+            ),
+            (
+                Error::PublishedElsewhere { volume: volume(), target: target() },
+                FailedPrecondition,
+                false,
+            ),
+            (
+                Error::OtherCapability { volume: volume(), staged: text(), wanted: text() },
+                FailedPrecondition,
+                false,
+            ),
+            (Error::MixedReadOnly { volume: volume() }, FailedPrecondition, false),
+            (Error::NotPresent { volume: volume(), path: path() }, NotFound, false),
+            (Error::Path { path: path(), why: "is none" }, InvalidArgument, false),
+            (Error::ForeignMount { path: path(), source_name: text() }, FailedPrecondition, true),
+            (
+                Error::OtherContent {
+                    volume: volume(),
+                    found: text(),
+                    wanted: text(),
+                    way_out: text(),
+                },
+                FailedPrecondition,
+                true,
+            ),
+            (Error::ExternalJournal { volume: volume() }, FailedPrecondition, true),
+            (Error::EmptyReadOnly { volume: volume() }, FailedPrecondition, true),
+            (Error::NoFileSystem { volume: volume() }, FailedPrecondition, true),
+            (
+                Error::MissingTool { tool: "mkfs", package: "e2fsprogs", looked: text() },
+                FailedPrecondition,
+                true,
+            ),
+            (
+                Error::ImageTooLarge { volume: volume(), size_bytes: 1, scratch: path() },
+                FailedPrecondition,
+                true,
+            ),
+            (Error::Tool { tool: "mkfs", volume: volume(), output: text() }, Internal, true),
+            (
+                Error::Damaged { volume: volume(), tool: "e2fsck", device: path(), output: text() },
+                FailedPrecondition,
+                true,
+            ),
+            (Error::NotPermitted { path: path() }, FailedPrecondition, true),
+            (Error::MountFlag { volume: volume() }, InvalidArgument, true),
+            (Error::Busy { path: path() }, Unavailable, true),
+            (
+                Error::TooSmall { volume: volume(), device: path(), has_bytes: 1, want_bytes: 2 },
+                OutOfRange,
+                false,
+            ),
+            (Error::GrowNotPermitted { volume: volume() }, FailedPrecondition, false),
+            (Error::ReadOnlyGrow { volume: volume() }, FailedPrecondition, false),
+            (Error::NotTrimmed { volume: volume(), path: path() }, Unsupported, false),
+            (Error::ReadOnlyTrim { volume: volume() }, FailedPrecondition, false),
+            (
+                Error::AboveLimit { volume: volume(), has_bytes: 2, limit_bytes: 1 },
+                OutOfRange,
+                false,
+            ),
+            (Error::WrongKey { volume: volume() }, Unauthenticated, false),
+            (Error::Waiting { what: text(), waited_ms: 1, way_out: "wait" }, Unavailable, true),
+            (
+                Error::DeadStaging { volume: volume(), path: path(), why: text() },
+                FailedPrecondition,
+                true,
+            ),
+            (Error::Attach(text()), Unavailable, true),
+            (Error::AttachImpossible(text()), FailedPrecondition, true),
+            (Error::io("reading", path())(std::io::ErrorKind::NotFound.into()), Internal, true),
+            (Error::Record { path: path(), why: text() }, Internal, true),
+            (Error::Stopped("mounting"), Internal, true),
+        ]
+    }
+
+    /// One line for each error: a new one does not compile before it has a row.
+    fn number(error: &Error) -> usize {
+        match error {
+            Error::StagedElsewhere { .. } => 0,
+            Error::StagedDifferently { .. } => 1,
+            Error::NotStaged { .. } => 2,
+            Error::StillPublished { .. } => 3,
+            Error::PublishedDifferently { .. } => 4,
+            Error::PublishedElsewhere { .. } => 5,
+            Error::OtherCapability { .. } => 6,
+            Error::MixedReadOnly { .. } => 7,
+            Error::NotPresent { .. } => 8,
+            Error::Path { .. } => 9,
+            Error::ForeignMount { .. } => 10,
+            Error::OtherContent { .. } => 11,
+            Error::ExternalJournal { .. } => 12,
+            Error::EmptyReadOnly { .. } => 13,
+            Error::NoFileSystem { .. } => 14,
+            Error::MissingTool { .. } => 15,
+            Error::ImageTooLarge { .. } => 16,
+            Error::Tool { .. } => 17,
+            Error::Damaged { .. } => 18,
+            Error::NotPermitted { .. } => 19,
+            Error::MountFlag { .. } => 20,
+            Error::Busy { .. } => 21,
+            Error::TooSmall { .. } => 22,
+            Error::GrowNotPermitted { .. } => 23,
+            Error::ReadOnlyGrow { .. } => 24,
+            Error::NotTrimmed { .. } => 25,
+            Error::ReadOnlyTrim { .. } => 26,
+            Error::AboveLimit { .. } => 27,
+            Error::WrongKey { .. } => 28,
+            Error::Waiting { .. } => 29,
+            Error::DeadStaging { .. } => 30,
+            Error::Attach(_) => 31,
+            Error::AttachImpossible(_) => 32,
+            Error::Io { .. } => 33,
+            Error::Record { .. } => 34,
+            Error::Stopped(_) => 35,
+        }
+    }
+
+    #[test]
+    fn every_error_says_what_its_caller_may_conclude_and_who_failed() {
+        for (row, (error, kind, is_fault)) in all().iter().enumerate() {
+            assert_eq!(number(error), row, "{error}");
+            assert_eq!((error.kind(), error.is_fault()), (*kind, *is_fault), "{error}");
+        }
+        assert_eq!(all().len(), 36);
+    }
+}

@@ -356,6 +356,102 @@ mod tests {
         }
     }
 
+    fn image_bytes(image: &Image, offset: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        image.file.read_exact_at(&mut bytes, offset).unwrap();
+        bytes
+    }
+
+    /// Properties of a new file system that nobody sees until they are missed.
+    #[tokio::test]
+    async fn a_new_file_system_has_the_blocks_of_its_volume_and_keeps_none_for_root() {
+        let tools = Tools::of_host();
+        if tools.find(MKFS_EXT4).is_err() || tools.find(MKFS_XFS).is_err() {
+            quoin_testkit::skipped("needs e2fsprogs and xfsprogs");
+            return;
+        }
+        let scratch = tempfile::tempdir().unwrap();
+        for (file_system, size_bytes) in [
+            // Small ones would get blocks of 1024 bytes.
+            (FileSystem::Ext4, 8 << 20),
+            (FileSystem::Ext4, 600 << 20),
+            (FileSystem::Xfs, 400 << 20),
+        ] {
+            for block_size in [512, 4096] {
+                let job = Job {
+                    volume: "db",
+                    size_bytes,
+                    block_size,
+                    scratch: &scratch.path().join("made here"),
+                };
+                let image = Image::make(&tools, job, file_system).await.unwrap();
+                assert_eq!(image.file.metadata().unwrap().len(), size_bytes);
+                let what = format!("{file_system:?} of {size_bytes} bytes, blocks of {block_size}");
+                match file_system {
+                    FileSystem::Ext4 => {
+                        let head = image_bytes(&image, 1024, 1024);
+                        let at =
+                            |at: usize| u32::from_le_bytes(head[at..at + 4].try_into().unwrap());
+                        assert_eq!(u64::from(at(4)) * 4096, size_bytes, "{what}");
+                        assert_eq!((at(8), at(0x18)), (0, 2), "reserved, block size: {what}");
+                    }
+                    FileSystem::Xfs => {
+                        let head = image_bytes(&image, 0, 512);
+                        let sector = u16::from_be_bytes([head[102], head[103]]);
+                        assert_eq!(u32::from(sector), block_size, "{what}");
+                    }
+                }
+                // Nothing of it has a name.
+                assert_eq!(std::fs::read_dir(job.scratch).unwrap().count(), 0, "{what}");
+            }
+        }
+    }
+
+    /// Returns an image of blocks: its first one, two in the middle, and its last.
+    fn odd_image(directory: &Path, size_bytes: u64) -> Image {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .open(directory.join("image"))
+            .unwrap();
+        file.set_len(size_bytes).unwrap();
+        for (at, fill) in [(0, 1), (2 << 20, 2), ((2 << 20) + 4096, 3), (size_bytes - 4096, 4)] {
+            file.write_all_at(&[fill; 4096], at).unwrap();
+        }
+        Image { file, size_bytes }
+    }
+
+    /// A device that ends too early takes all but the end: the mark is there and no file system.
+    #[test]
+    fn a_copy_that_fails_leaves_its_mark_and_one_that_ends_has_every_block_to_the_last() {
+        let directory = tempfile::tempdir().unwrap();
+        let size_bytes = 5 << 20;
+        let device = directory.path().join("device");
+        for was_interrupted in [false, true] {
+            std::fs::write(&device, vec![0; size_bytes as usize]).unwrap();
+            let image = odd_image(directory.path(), size_bytes);
+            let copied = copy(&image.file, &device, size_bytes, was_interrupted);
+            if was_interrupted {
+                // A plain file takes no call of a block device.
+                assert!(matches!(copied, Err(Error::Io { operation: "zeroing", .. })));
+                let head = std::fs::read(&device).unwrap();
+                assert!(head.starts_with(FORMATTING_MARK), "it is made anew the next time");
+                assert!(head[4096..].iter().all(|byte| *byte == 0));
+                continue;
+            }
+            copied.unwrap();
+            let mut expected = vec![0; size_bytes as usize];
+            image.file.read_exact_at(&mut expected, 0).unwrap();
+            assert!(std::fs::read(&device).unwrap() == expected);
+        }
+        let none = directory.path().join("none");
+        let image = odd_image(directory.path(), size_bytes);
+        assert!(copy(&image.file, &none, size_bytes, false).is_err());
+        assert!(!none.exists(), "a device that has gone is not made as a file");
+    }
+
     #[tokio::test]
     async fn a_failed_growth_is_reported_with_the_tool_or_the_missing_privilege() {
         let scratch = tempfile::tempdir().unwrap();

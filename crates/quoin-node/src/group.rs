@@ -168,6 +168,65 @@ mod tests {
         assert_eq!(of(&root.join("a/later")), (2001, 0o664));
     }
 
+    /// Kinds of entries beside files and directories, and what a mount within the volume has.
+    #[test]
+    fn pipes_and_sockets_are_given_themselves_and_a_mount_within_is_left_alone() {
+        if !rustix::process::geteuid().is_root() {
+            skipped("needs root");
+            return;
+        }
+        let world = tempfile::tempdir().unwrap();
+        let root = world.path().join("volume");
+        std::fs::create_dir_all(root.join("mounted")).unwrap();
+        let pipe = rustix::fs::FileType::Fifo;
+        let mode = Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, root.join("pipe"), pipe, mode, 0).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(root.join("socket")).unwrap();
+        let program = root.join("program");
+        std::fs::write(&program, "x").unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o4755)).unwrap();
+        let inner = root.join("mounted");
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("none", &inner, "tmpfs", flags, c"size=64k,mode=700").unwrap();
+        std::fs::write(inner.join("f"), "x").unwrap();
+        let given = give_to(&root, 2000);
+        let left = (of(&inner), of(&inner.join("f")));
+        rustix::mount::unmount(&inner, rustix::mount::UnmountFlags::empty()).unwrap();
+        given.unwrap();
+        assert_eq!((left.0, left.1.0), ((0, 0o700), 0), "of another file system");
+        // A pipe has no rights that its group needs to be given, and opening it would wait.
+        assert_eq!(of(&root.join("pipe")), (2000, 0o600));
+        assert_eq!(of(&root.join("socket")).0, 2000);
+        // The kernel takes the right of its owner from a program that changes its group.
+        let (group, mode) = of(&program);
+        assert_eq!((group, mode & 0o777), (2000, 0o775));
+        assert_eq!(of(&root).0, 2000);
+    }
+
+    #[test]
+    fn a_tree_is_given_at_its_deepest_and_no_deeper() {
+        if !rustix::process::geteuid().is_root() {
+            skipped("needs root");
+            return;
+        }
+        // The root is one of the directories that are open.
+        for (levels, is_given) in [(DEPTH_MAX - 2, true), (DEPTH_MAX - 1, true), (DEPTH_MAX, false)]
+        {
+            let root = tempfile::tempdir().unwrap();
+            let deep = (0..levels).fold(root.path().to_owned(), |path, _| path.join("d"));
+            std::fs::create_dir_all(&deep).unwrap();
+            assert_eq!(give_to(root.path(), 2000).is_ok(), is_given, "{levels} levels");
+            assert_eq!(of(root.path()).0 == 2000, is_given);
+            assert_eq!(of(&deep).0 == 2000, is_given);
+        }
+        // A root with the group and without its rights was not given away whole.
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join("f"), "x").unwrap();
+        std::os::unix::fs::chown(root.path(), None, Some(2000)).unwrap();
+        give_to(root.path(), 2000).unwrap();
+        assert_eq!(of(&root.path().join("f")).0, 2000);
+    }
+
     #[test]
     fn a_tree_that_is_too_deep_is_refused_and_its_root_is_not_given_away() {
         if !rustix::process::geteuid().is_root() {

@@ -202,6 +202,43 @@ mod tests {
         assert_eq!(look(Use::Device { major: 4095, minor: 1 }), None, "no such device");
     }
 
+    /// Each way in which a process stands in a file system without a file open in it.
+    #[test]
+    fn a_process_that_stands_in_a_directory_or_runs_from_it_is_a_user() {
+        if !rustix::process::geteuid().is_root() {
+            quoin_testkit::skipped("needs root");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path().canonicalize().unwrap();
+        let flags = rustix::mount::MountFlags::empty();
+        rustix::mount::mount("none", &at, "tmpfs", flags, c"size=16m,mode=755").unwrap();
+        let mounted = Mounted(at);
+        let device = std::fs::metadata(&mounted.0).unwrap().dev();
+        let (major, minor) = (libc::major(device), libc::minor(device));
+        let searched = Use::FileSystem { major, minor };
+        let copied = Command::new("cp").arg("/bin/sleep").arg(mounted.0.join("program")).status();
+        assert!(copied.unwrap().success());
+        let mut stands = Command::new("sleep");
+        stands.arg("600").current_dir(&mounted.0);
+        let mut runs = Command::new(mounted.0.join("program"));
+        runs.arg("600").current_dir("/");
+        for mut command in [stands, runs] {
+            let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+            let process = Process { directory: format!("/proc/{}", child.id()).into() };
+            let is_user = process.has_open(searched);
+            let found = DeviceThread::of_test(|thread| {
+                user_of(thread, searched, std::slice::from_ref(&mounted.0))
+            });
+            let other = process.has_open(Use::FileSystem { major: 4095, minor });
+            let is_device = process.has_open(Use::Device { major, minor });
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(is_user && !other && !is_device, "{command:?}");
+            assert!(found.unwrap().contains(") has it open"), "{command:?}");
+        }
+    }
+
     /// A table of mounts of its own, which began after or before the mount.
     struct Other(std::process::Child);
 

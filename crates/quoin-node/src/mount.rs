@@ -277,6 +277,119 @@ mod tests {
         assert_eq!(parse(&["noexec", "exec"]).unwrap().flags, MountFlags::empty());
     }
 
+    /// The whole table of words that the kernel has flags for, and those that clear them again.
+    #[test]
+    fn every_word_of_a_user_becomes_its_own_flag_or_option_and_its_opposite_clears_it() {
+        let sets = [
+            ("noatime", "atime", MountFlags::NOATIME),
+            ("nodiratime", "diratime", MountFlags::NODIRATIME),
+            ("nodev", "dev", MountFlags::NODEV),
+            ("nosuid", "suid", MountFlags::NOSUID),
+            ("noexec", "exec", MountFlags::NOEXEC),
+            ("sync", "async", MountFlags::SYNCHRONOUS),
+        ];
+        for (word, opposite, flag) in sets {
+            assert_eq!(parse(&[word]).unwrap().flags, flag, "{word}");
+            assert_eq!(parse(&[opposite]).unwrap().flags, MountFlags::empty(), "{opposite}");
+            let cleared = parse(&[word, "lazytime", opposite]).unwrap();
+            assert_eq!(
+                (cleared.flags, cleared.data.as_str()),
+                (MountFlags::LAZYTIME, ""),
+                "{word}"
+            );
+            assert_eq!(parse(&[opposite, word]).unwrap().flags, flag, "the last one counts");
+        }
+        for (word, flag) in [
+            ("relatime", MountFlags::RELATIME),
+            ("strictatime", MountFlags::STRICTATIME),
+            ("lazytime", MountFlags::LAZYTIME),
+            ("dirsync", MountFlags::DIRSYNC),
+        ] {
+            assert_eq!(parse(&[word]).unwrap().flags, flag, "{word}");
+        }
+        for word in ["", "defaults", "rw", "auto", "noauto", "nofail", "_netdev"] {
+            let parsed = parse(&[word]).unwrap();
+            let found = (parsed.flags, parsed.data.as_str(), parsed.read_only);
+            assert_eq!(found, (MountFlags::empty(), "", false), "{word}");
+        }
+        let all: MountFlags = sets.iter().map(|(_, _, flag)| *flag).collect();
+        let words: Vec<&str> = sets.iter().map(|(word, _, _)| *word).collect();
+        let parsed = parse(&[&words.join(","), "ro", "data=ordered"]).unwrap();
+        assert_eq!((parsed.flags, parsed.data.as_str()), (all, "data=ordered"));
+        assert!(parsed.read_only);
+    }
+
+    #[test]
+    fn options_are_as_long_as_a_page_with_its_end_and_no_longer() {
+        for (bytes, is_taken) in [(4094, true), (4095, true), (4096, false), (4097, false)] {
+            assert_eq!(parse(&[&"x".repeat(bytes)]).is_ok(), is_taken, "{bytes} bytes");
+            // The comma between two of them counts.
+            let two = parse(&[&"x".repeat(2000), &"y".repeat(bytes - 2001)]);
+            assert_eq!(two.is_ok(), is_taken, "{bytes} bytes in two");
+        }
+    }
+
+    #[test]
+    fn the_words_that_are_refused_are_all_that_mount_something_else() {
+        for word in [
+            "bind",
+            "rbind",
+            "move",
+            "remount",
+            "loop",
+            "user",
+            "users",
+            "owner",
+            "group",
+            "shared",
+            "rshared",
+            "slave",
+            "rslave",
+            "private",
+            "rprivate",
+            "unbindable",
+            "runbindable",
+            "journal_path",
+            "journal_dev",
+            "journal",
+            "logdev",
+            "rtdev",
+            "device",
+            "source",
+            "sb",
+            "logdev=/dev/vda",
+            "sb=32768",
+            "errors=panic",
+        ] {
+            assert!(parse(&[word]).is_err(), "{word}");
+            assert!(parse(&["noatime,commit=5", &format!("nodev,{word}")]).is_err(), "{word}");
+        }
+        // The kernel has options of its own that begin alike.
+        for word in ["journal_checksum", "usrquota", "grpquota", "errors=continue", "sbx"] {
+            assert_eq!(parse(&[word]).unwrap().data, word);
+        }
+    }
+
+    #[test]
+    fn only_what_is_in_use_is_tried_again_and_not_for_long() {
+        let mut tries = 0;
+        let outcome = while_busy(|| {
+            tries += 1;
+            if tries < 4 { Err(Errno::BUSY) } else { Ok(tries) }
+        });
+        assert_eq!(outcome, Ok(4));
+        let mut tries = 0;
+        let outcome: Result<(), _> = while_busy(|| {
+            tries += 1;
+            Err(Errno::IO)
+        });
+        assert_eq!((outcome, tries), (Err(Errno::IO), 1));
+        let began = Instant::now();
+        let outcome: Result<(), _> = while_busy(|| Err(Errno::BUSY));
+        assert_eq!(outcome, Err(Errno::BUSY));
+        assert!(began.elapsed() >= BUSY_FOR);
+    }
+
     #[test]
     fn flags_that_would_mount_something_else_are_refused_without_being_printed() {
         for flag in ["bind", "remount", "loop", "move", "rshared"] {

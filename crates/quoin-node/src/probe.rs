@@ -208,6 +208,57 @@ mod tests {
         assert_eq!(content_of(file.path(), 8 * MIB, None), Content::Interrupted);
     }
 
+    /// Of content that fits the samples none is passed over.
+    #[test]
+    fn every_block_of_what_was_written_is_a_sample_up_to_the_limit_and_the_end_of_the_device() {
+        let block = SAMPLE_BYTES as u64;
+        let most = SAMPLES * block;
+        let size_bytes = 64 * MIB;
+        let of = |ranges: &[(u64, u64)]| -> Vec<Range<u64>> {
+            ranges.iter().map(|(begin, end)| *begin..*end).collect()
+        };
+        for (ranges, count) in [
+            (&[][..], 0),
+            (&[(0, block)], 1),
+            (&[(size_bytes - block, size_bytes)], 1),
+            (&[(0, most)], SAMPLES),
+            (&[(0, most - block)], SAMPLES - 1),
+            (&[(size_bytes - most, size_bytes)], SAMPLES),
+            (&[(0, block), (2 * block, 3 * block), (size_bytes - block, size_bytes)], 3),
+        ] {
+            let ranges = of(ranges);
+            let found = samples(&ranges, size_bytes);
+            let expected: Vec<u64> =
+                ranges.iter().flat_map(|range| range.clone().step_by(SAMPLE_BYTES)).collect();
+            assert_eq!(found, expected, "{ranges:?}");
+            assert_eq!(found.len() as u64, count);
+        }
+        // One block more: samples spread over it, and no more of them.
+        let spread = samples(&of(&[(0, most + block)]), size_bytes);
+        assert!(spread.len() as u64 <= SAMPLES && spread.len() as u64 > SAMPLES / 4);
+        let whole = samples(&of(&[(0, size_bytes)]), size_bytes);
+        assert_eq!(whole.len() as u64, SAMPLES);
+        assert!(whole.iter().all(|at| at + block <= size_bytes));
+        // A device that does not end with a sample.
+        let odd = samples(&of(&[(0, 3 * block + 512)]), 3 * block + 512);
+        assert_eq!(odd, [0, block, 2 * block]);
+    }
+
+    #[test]
+    fn a_byte_in_any_block_that_was_written_makes_a_device_not_blank() {
+        let size_bytes = 16 * MIB;
+        let begin = 2 * MIB;
+        // Among as many blocks as there are readers, and at the ends of their shares.
+        for blocks in [1, READERS as u64, READERS as u64 + 1, SAMPLES] {
+            for at in [0, blocks / 2, blocks - 1] {
+                let file = file_of(size_bytes, &[(begin + at * 4096 + 4095, b"x")]);
+                let written = Some(std::iter::once(begin..begin + blocks * 4096).collect());
+                let found = content_of(file.path(), size_bytes, written);
+                assert_eq!(found, Content::Unknown, "{at} of {blocks}");
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn no_head_makes_the_probe_panic_and_only_zeroes_are_blank(

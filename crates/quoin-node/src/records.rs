@@ -234,6 +234,46 @@ mod tests {
     }
 
     #[test]
+    fn a_record_is_its_owners_alone_and_is_written_beside_before_it_takes_its_place() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path().to_owned()).unwrap();
+        // A kill may have left one that was half written, and longer.
+        std::fs::write(directory.path().join("ab12.new"), "x".repeat(1 << 16)).unwrap();
+        std::fs::remove_file(directory.path().join("ab12.new")).unwrap();
+        records.save(&record()).unwrap();
+        let path = directory.path().join("ab12.json");
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o600, "mount flags may be sensitive: {mode:o}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
+        std::fs::write(directory.path().join("ab12.new"), "x".repeat(1 << 16)).unwrap();
+        records.save(&record()).unwrap();
+        assert_eq!(records.load("ab12").unwrap(), Some(record()));
+        let other = Record { volume: "ab13".into(), ..record() };
+        records.save(&other).unwrap();
+        assert_eq!(records.volumes().unwrap(), ["ab12", "ab13"]);
+        // The file of another volume under this one's name is no record of it.
+        std::fs::rename(directory.path().join("ab13.json"), &path).unwrap();
+        let error = records.load("ab12").unwrap_err().to_string();
+        assert!(error.contains("ab12.json") && error.contains("of volume ab13"), "{error}");
+    }
+
+    #[test]
+    fn an_id_is_taken_at_its_longest_and_no_longer() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path().to_owned()).unwrap();
+        for (bytes, is_taken) in [(1, true), (63, true), (64, true), (65, false)] {
+            let of = Record { volume: "f".repeat(bytes), ..record() };
+            assert_eq!(records.save(&of).is_ok(), is_taken, "{bytes} bytes");
+            let loaded = records.load(&of.volume).unwrap();
+            assert_eq!(loaded.is_some(), is_taken, "{bytes} bytes");
+        }
+        for id in ["ab_12", "ab 12", "ab.12", "ä", "ab12\n"] {
+            assert!(records.save(&Record { volume: id.into(), ..record() }).is_err(), "{id:?}");
+        }
+    }
+
+    #[test]
     fn a_volume_id_never_names_a_path_outside_the_directory() {
         let directory = tempfile::tempdir().unwrap();
         let records = Records::open(directory.path().join("volumes")).unwrap();

@@ -83,6 +83,39 @@ mod tests {
         assert_eq!(bytes_of(&vec![0; 4096]), None);
     }
 
+    /// Sizes beyond 32 bits of blocks, and fields that say nothing sensible.
+    #[test]
+    fn the_upper_half_of_a_size_counts_where_the_superblock_says_that_there_is_one() {
+        let ext4 = |low: u32, log: u32, incompatible: u32, high: u32| {
+            let mut head = vec![0; 4096];
+            head[0x438..0x43a].copy_from_slice(b"\x53\xef");
+            for (at, value) in [(0x404, low), (0x418, log), (0x460, incompatible), (0x550, high)] {
+                head[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            }
+            bytes_of(&head)
+        };
+        assert_eq!(ext4(7, 2, 0x80, 1), Some(((1 << 32) + 7) << 12));
+        assert_eq!(ext4(7, 2, 0x80, 0), Some(7 << 12));
+        assert_eq!(ext4(7, 2, 0x7f, 1), Some(7 << 12), "without the feature it means nothing");
+        assert_eq!((ext4(9, 0, 0, 0), ext4(9, 6, 0, 0)), (Some(9 << 10), Some(9 << 16)));
+        assert_eq!(
+            (ext4(9, 7, 0, 0), ext4(9, 64, 0, 0), ext4(9, u32::MAX, 0, 0)),
+            (None, None, None)
+        );
+        assert_eq!(ext4(1, 6, 0x80, u32::MAX), None, "more than a size can be");
+        let xfs = |block: u32, high: u32, low: u32| {
+            let mut head = vec![0; 4096];
+            head[..4].copy_from_slice(b"XFSB");
+            for (at, value) in [(4, block), (8, high), (12, low)] {
+                head[at..at + 4].copy_from_slice(&value.to_be_bytes());
+            }
+            bytes_of(&head)
+        };
+        assert_eq!(xfs(4096, 1, 7), Some(((1 << 32) + 7) << 12));
+        assert_eq!(xfs(512, 0, 7), Some(7 << 9));
+        assert_eq!(xfs(u32::MAX, u32::MAX, 1), None);
+    }
+
     #[test]
     fn an_ext4_whose_journal_is_elsewhere_is_recognised() {
         let ext4 = |compatible: u32, inode: u32, device: u32| {

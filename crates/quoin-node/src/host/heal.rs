@@ -546,3 +546,92 @@ fn in_use(user: &str) -> String {
          again"
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::FileSystem;
+
+    fn mounted() -> Access {
+        Access::Mount { file_system: FileSystem::Xfs, flags: Vec::new() }
+    }
+
+    fn staging(access: Access) -> Staging {
+        Staging {
+            path: "/stage".into(),
+            access,
+            mode: "SINGLE_NODE_WRITER".into(),
+            read_only: false,
+            complete: true,
+        }
+    }
+
+    #[test]
+    fn a_device_is_made_for_whom_the_controller_has_it_and_not_before_a_replay() {
+        let may = |standing: Option<Standing>, access: Access| {
+            let request = HealRequest { volume: "v".into(), standing, key: None };
+            match NodeHost::may_make_device(&request, &staging(access)) {
+                Ok(()) => None,
+                Err(Stop::Not(why)) => Some(why),
+                Err(Stop::Failed(error)) => panic!("{error}"),
+            }
+        };
+        let standing = |replay_is_due| {
+            Some(Standing { is_published: true, replay_is_due, ..Standing::default() })
+        };
+        for access in [mounted(), Access::Block] {
+            assert_eq!(may(standing(false), access.clone()), None);
+            assert!(may(None, access).unwrap().contains("controller"));
+        }
+        assert!(may(standing(true), mounted()).unwrap().contains("journal"));
+        assert_eq!(may(standing(true), Access::Block), None, "it has no journal");
+    }
+
+    #[test]
+    fn mounts_are_taken_away_from_the_last_to_the_first_and_none_of_another() {
+        let mount = |at: &str, fs_type: &str, source: &str| Mount {
+            id: 2,
+            parent: 1,
+            major: 7,
+            minor: 4095,
+            root: "/".into(),
+            mount_point: at.into(),
+            peer_group: None,
+            masters: Vec::new(),
+            options: Vec::new(),
+            fs_type: fs_type.into(),
+            source: source.into(),
+            super_options: Vec::new(),
+        };
+        let publication = |target: &str| Publication {
+            target: target.into(),
+            access: mounted(),
+            mode: String::new(),
+            read_only: false,
+        };
+        let record = Record {
+            publications: vec![publication("/pods/a"), publication("/pods/b")],
+            ..Record::new("v")
+        };
+        let of = |mounts: &[Mount]| own_mounts(&record, &staging(mounted()), None, mounts);
+        let loops = |at: &str| mount(at, "xfs", "/dev/loop7");
+        let (stage, a, b) = (loops("/stage"), loops("/pods/a"), loops("/pods/b"));
+        let paths = |mounts: &[Mount]| {
+            let found = of(mounts).unwrap().into_iter();
+            found.map(|path| path.display().to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(paths(&[stage.clone(), a.clone(), b.clone()]), ["/pods/a", "/pods/b", "/stage"]);
+        // One above the other: both go.
+        assert_eq!(paths(&[stage.clone(), a.clone(), a.clone()]), ["/pods/a", "/pods/a", "/stage"]);
+        assert_eq!(paths(&[]), [""; 0]);
+        assert_eq!(paths(&[loops("/elsewhere")]), [""; 0]);
+        for foreign in [
+            mount("/stage", "ext4", "/dev/loop7"),
+            mount("/pods/b", "xfs", "/dev/sda1"),
+            mount("/pods/a", "tmpfs", "none"),
+        ] {
+            let refused = of(&[stage.clone(), a.clone(), foreign.clone()]).unwrap_err();
+            assert!(matches!(refused, Error::ForeignMount { .. }), "{foreign:?}");
+        }
+    }
+}

@@ -90,3 +90,95 @@ pub(super) fn remove_target(target: &Path) -> Result<(), Error> {
     };
     result.map_err(Error::io("removing", target))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::FileSystem;
+
+    fn mount() -> Access {
+        Access::Mount { file_system: FileSystem::Ext4, flags: Vec::new() }
+    }
+
+    /// The table: what is at a target, for either kind of use, and what becomes of it.
+    #[test]
+    fn a_target_is_taken_as_it_may_be_and_only_what_is_empty_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        std::fs::create_dir_all(at("empty")).unwrap();
+        std::fs::create_dir_all(at("full/of")).unwrap();
+        std::fs::write(at("file"), "").unwrap();
+        std::fs::write(at("data"), "kept").unwrap();
+        std::os::unix::fs::symlink(at("empty"), at("to directory")).unwrap();
+        std::os::unix::fs::symlink(at("file"), at("to file")).unwrap();
+        std::os::unix::fs::symlink(at("nowhere"), at("dangling")).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+        for (name, as_mount, as_block) in [
+            ("none", true, true),
+            ("none/none", false, false),
+            ("file/none", false, false),
+            ("empty", true, false),
+            ("full", true, false),
+            ("file", false, true),
+            ("data", false, true),
+            ("to directory", false, false),
+            ("to file", false, false),
+            ("dangling", false, false),
+            ("socket", false, false),
+        ] {
+            let check = |access: &Access| check_target(&at(name), access, &[]);
+            assert_eq!(check(&mount()).is_ok(), as_mount, "{name} for a mount");
+            assert_eq!(check(&Access::Block).is_ok(), as_block, "{name} for a device");
+            for refused in
+                [check(&mount()), check(&Access::Block)].into_iter().flat_map(Result::err)
+            {
+                assert_eq!(refused.kind(), crate::Kind::InvalidArgument, "{name}: {refused}");
+            }
+        }
+        for (name, is_removed) in [
+            ("none", true),
+            ("none/none", true),
+            ("empty", true),
+            ("file", true),
+            ("data", false),
+            ("to directory", false),
+            ("to file", false),
+            ("dangling", false),
+            ("socket", false),
+        ] {
+            remove_target(&at(name)).unwrap();
+            let is_there = std::fs::symlink_metadata(at(name)).is_ok();
+            assert_eq!(!is_there, is_removed, "{name}");
+        }
+        assert!(remove_target(&at("full")).is_err() && at("full/of").exists());
+        assert_eq!(std::fs::read(at("data")).unwrap(), b"kept");
+        for (access, is_directory) in [(mount(), true), (Access::Block, false)] {
+            for _ in 0..2 {
+                make_target(&at("made"), &access).unwrap();
+                assert_eq!(at("made").is_dir(), is_directory);
+            }
+            remove_target(&at("made")).unwrap();
+            assert!(make_target(&at("none/made"), &access).is_err());
+        }
+    }
+
+    #[test]
+    fn a_path_is_resolved_but_for_its_last_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().canonicalize().unwrap();
+        std::fs::create_dir(root.join("real")).unwrap();
+        std::os::unix::fs::symlink(root.join("real"), root.join("link")).unwrap();
+        for (given, found) in [
+            ("link/a", "real/a"),
+            ("real/../link/a", "real/a"),
+            ("link", "link"),
+            ("none/a", "none/a"),
+        ] {
+            assert_eq!(resolve(&root.join(given)), root.join(found), "{given}");
+        }
+        assert_eq!(resolve(Path::new("/")), Path::new("/"));
+        for (name, is_taken) in [("real", true), ("link", false), ("none", false)] {
+            assert_eq!(existing_directory(&root.join(name)).is_ok(), is_taken, "{name}");
+        }
+    }
+}
