@@ -516,6 +516,72 @@ mod tests {
     }
 
     #[test]
+    fn sizes_and_factors_are_taken_at_their_limits() {
+        let block = BLOCK_SIZE as u64;
+        let most = VOLUME_BLOCKS_MAX * block;
+        for (size_bytes, blocks) in [
+            (0, None),
+            (1, Some(1)),
+            (block, Some(1)),
+            (block + 1, Some(2)),
+            (most - 1, Some(VOLUME_BLOCKS_MAX)),
+            (most, Some(VOLUME_BLOCKS_MAX)),
+            (most + 1, None),
+        ] {
+            let found = parse_one(TargetAssignment { size_bytes, ..target() });
+            assert_eq!(found.ok().map(|one| one.config.volume_blocks), blocks, "{size_bytes}");
+        }
+        for (factor, is_taken) in [(0, true), (255, true), (256, false)] {
+            let drf = TargetAssignment { desired_replication_factor: factor, ..target() };
+            assert_eq!(parse_one(drf).is_ok(), is_taken, "{factor}");
+            let cf = TargetAssignment { consistency_factor: factor, ..target() };
+            assert_eq!(parse_one(cf).is_ok(), is_taken, "{factor}");
+        }
+        let order = |from_block| control::FeedOrder {
+            point_id: PointId(2).to_string(),
+            token: format!("{:032x}", 9),
+            from_block,
+            ..control::FeedOrder::default()
+        };
+        for (from_block, is_taken) in
+            [(0, true), (VOLUME_BLOCKS_MAX, true), (VOLUME_BLOCKS_MAX + 1, false)]
+        {
+            let feed = Some(order(from_block));
+            let fed = parse_one(TargetAssignment { maintenance: true, feed, ..target() });
+            assert_eq!(fed.is_ok(), is_taken, "{from_block}");
+        }
+    }
+
+    #[test]
+    fn a_volume_is_opened_for_reading_alone_where_no_host_may_write_it() {
+        let sharer = |read_only| control::Sharer {
+            node: "n2".into(),
+            read_only,
+            key_hashes: Vec::new(),
+            client: 0,
+        };
+        for (own, others, is_read_only) in [
+            (false, vec![], false),
+            (true, vec![], true),
+            (true, vec![true], true),
+            (true, vec![true, false], false),
+            (true, vec![false, true], false),
+            (false, vec![true], false),
+        ] {
+            let sharers = others.iter().map(|one| sharer(*one)).collect();
+            let one = parse_one(TargetAssignment { read_only: own, sharers, ..target() }).unwrap();
+            assert_eq!(one.config.read_only, is_read_only, "{own} {others:?}");
+            assert_eq!(one.info.read_only, own, "its own clients");
+        }
+        for (device, maintenance, is_made) in
+            [(true, false, true), (true, true, false), (false, false, false)]
+        {
+            let one = parse_one(TargetAssignment { device, maintenance, ..target() }).unwrap();
+            assert_eq!(one.device, is_made);
+        }
+    }
+
+    #[test]
     fn a_replica_without_an_address_is_not_dialled() {
         let mut rolled_back = target();
         rolled_back.replicas[0].address.clear();

@@ -892,3 +892,6 @@ fn event(notice: &Notice) -> AgentEvent {
         message: notice.message.clone(),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -442,6 +442,69 @@ mod tests {
         assert_eq!(relays.ids(), [id]);
     }
 
+    /// Everything by which a target is reached, changed one after the other below a client that is connected.
+    #[tokio::test]
+    async fn a_client_is_ended_when_the_volume_is_reached_otherwise_and_by_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let (relays, id, path) = (relays(dir.path()), VolumeId(7), dir.path().join("7.sock"));
+        let user = quoin_encryption::UserKey::parse("ab".repeat(32).as_bytes()).unwrap();
+        let encryption = quoin_encryption::Encryption::create(&user, "a").unwrap();
+        let key = encryption.unlock(&user).unwrap().key;
+        let mut to = Destination {
+            node: "n2".into(),
+            address: "192.0.2.2:1".into(),
+            export: "db".into(),
+            key_hashes: vec!["a".into()],
+            key: None,
+        };
+        relays.want(id, &path, to.clone()).unwrap();
+        let changes: [fn(&mut Destination, &DataKey); 7] = [
+            |to, _| to.address = "192.0.2.3:1".into(),
+            |to, _| to.key_hashes = vec!["b".into()],
+            |to, _| to.key_hashes.push("c".into()),
+            |to, key| to.key = Some(key.clone()),
+            |to, _| to.key = None,
+            |to, _| to.export = "renamed".into(),
+            |to, _| to.node = "n3".into(),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let mut client = UnixStream::connect(&path).await.unwrap();
+            client.read_exact(&mut [0; 18]).await.unwrap();
+            relays.want(id, &path, to.clone()).unwrap();
+            let patience = Duration::from_millis(30);
+            let ended = tokio::time::timeout(patience, client.read(&mut [0])).await;
+            assert!(ended.is_err(), "change {number}: the same as before");
+            change(&mut to, &key);
+            relays.want(id, &path, to.clone()).unwrap();
+            let ended = tokio::time::timeout(Duration::from_secs(30), client.read(&mut [0])).await;
+            assert_eq!(ended.unwrap().unwrap_or(0), 0, "change {number}");
+        }
+    }
+
+    #[tokio::test]
+    async fn options_pass_up_to_their_longest_and_as_many_clients_as_are_allowed() {
+        let max = 16 << 10;
+        for (bytes, is_passed) in [(max - 1, true), (max, true), (max + 1, false)] {
+            let sent = option(77, &vec![7; bytes]);
+            let outcome = passed(&sent).await;
+            assert_eq!(outcome.is_ok(), is_passed, "{bytes} bytes");
+            assert!(outcome.is_err() || outcome.unwrap() == sent);
+        }
+        // Options without a name where one is, and one that is cut off.
+        for data in [&b"\0\0\0"[..], b"", b"\0\0\0\x01x"] {
+            let sent = option(option::GO, data);
+            assert_eq!(passed(&sent).await.unwrap(), sent);
+        }
+        assert_eq!(
+            passed(&option(option::GO, b"\0\0\0\0")).await.unwrap(),
+            option(option::GO, &named(b"db", b""))
+        );
+        assert_eq!(passed(b"IHA").await.unwrap(), b"");
+        assert!(passed(&option(option::GO, b"1234")[..18]).await.is_err());
+        let other = option(option::EXPORT_NAME, b"other");
+        assert_eq!(passed(&other).await.unwrap(), other);
+    }
+
     fn option(code: u32, data: &[u8]) -> Vec<u8> {
         let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
         bytes.extend(code.to_be_bytes());

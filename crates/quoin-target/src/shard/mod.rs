@@ -397,6 +397,12 @@ impl Shard {
         Ok((shard, handle))
     }
 
+    /// Returns what other threads have told it since, for tests that run no rounds.
+    #[cfg(test)]
+    pub(crate) fn told(&self) -> Vec<Input> {
+        self.inputs.try_iter().collect()
+    }
+
     /// Serves until it is stopped and all volumes are closed.
     pub fn run(mut self) -> std::io::Result<()> {
         let mut ready = Vec::new();

@@ -9,7 +9,7 @@ use quoin_api::control::MemberKeys;
 use quoin_identity::Role;
 use quoin_nbd::{Description, Session, TlsPolicy, VolumeExport};
 use quoin_replication::primary::{OnFull, OnQuorumLoss, ReadMode};
-use quoin_types::block::Operation;
+use quoin_types::block::{BlockError, Operation};
 
 use super::*;
 use crate::client::{SharedUse, User};
@@ -289,4 +289,205 @@ fn live_options() -> LiveOptions {
         on_full: config.on_full,
         reads: config.reads,
     }
+}
+
+/// Every pair of rights that a sharer may have before and after a change, with the way back.
+#[test]
+fn a_sharer_with_another_right_connects_anew_and_the_former_right_lets_nobody_in() {
+    let right = |read_only, client| Some((read_only, client));
+    let rights = [None, right(true, 0), right(false, 0), right(false, 4), right(false, 6)];
+    let sharers = |right: Option<(bool, u64)>| -> Vec<Sharer> {
+        let sharer = right.map(|(read_only, client)| Sharer {
+            node: "n2".into(),
+            read_only,
+            key_hashes: vec!["s".into()],
+            client,
+        });
+        let other =
+            Sharer { node: "n3".into(), read_only: true, key_hashes: vec!["o".into()], client: 0 };
+        sharer.into_iter().chain([other]).collect()
+    };
+    let user_of = |right: Option<(bool, u64)>| {
+        let (read_only, client) = right.unwrap_or((false, 0));
+        let holder = Holder { role: Role::Node, name: "n2".into(), key_hash: "s".into() };
+        Some(User { holder, shares: Some(SharedUse { read_only, client }) })
+    };
+    let (mut shard, _handle) = shard();
+    shard.open(now(), setup());
+    let mut version = 1;
+    for before in rights {
+        for after in rights {
+            version += 2;
+            shard.let_in(now(), VOLUME, 0, sharers(before), version);
+            let _there = with_users(&mut shard, &[user_of(before)]);
+            let _other = with_users(&mut shard, &[user(Role::Node, "n3", "o", Some(true))]);
+            let is_in = |shard: &Shard| connected(shard).contains(&"s".to_owned());
+            assert_eq!(is_in(&shard), before.is_some(), "{before:?}");
+            shard.let_in(now(), VOLUME, 0, sharers(after), version + 1);
+            let stays = before.is_some() && before == after;
+            assert_eq!(is_in(&shard), stays, "{before:?} and then {after:?}");
+            assert!(connected(&shard).contains(&"o".to_owned()), "the other one is not concerned");
+            // A client of the former right comes late, and one of the present right comes.
+            let late = before.map(|_| user_of(before));
+            let _late = with_users(&mut shard, late.as_slice());
+            assert_eq!(is_in(&shard), stays, "{before:?} and then {after:?}");
+            let _there = with_users(&mut shard, &[user_of(after)]);
+            assert_eq!(is_in(&shard), after.is_some(), "{before:?} and then {after:?}");
+            shard.let_in(now(), VOLUME, 0, Vec::new(), version + 1);
+            assert_eq!(connected(&shard), [""; 0]);
+        }
+    }
+}
+
+#[test]
+fn clients_are_fenced_by_their_address_and_by_the_name_of_their_node() {
+    let (mut shard, handle) = shard();
+    let sharer =
+        Sharer { node: "n2".into(), read_only: false, key_hashes: vec!["s".into()], client: 0 };
+    shard.open(now(), VolumeSetup { sharers: vec![sharer], ..setup() });
+    let come = [
+        (None, None),
+        (user(Role::Admin, "ops", "near", None), Some("192.0.2.1")),
+        (user(Role::Admin, "ops", "far", None), Some("198.51.100.1")),
+        (user(Role::Node, "n1", "own", None), Some("198.51.100.2")),
+        (user(Role::Node, "n2", "s", Some(false)), Some("198.51.100.3")),
+    ];
+    let mut there = Vec::new();
+    for (user, from) in come {
+        let (client, end) = next_client();
+        let from = from.map(|from| from.parse().unwrap());
+        shard.adopt(now(), VOLUME, NewClient { user, from, ..client });
+        there.push(end);
+    }
+    let mut fence = |blocks: &[&str], nodes: &[&str]| {
+        let all = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        let told = quoin_api::control::Fences { digest: 1, blocks: all(blocks), nodes: all(nodes) };
+        let (done, mut is_done) = tokio::sync::oneshot::channel();
+        handle.send(Input::Fences(Fences::of(&told), done));
+        one_round(&mut shard);
+        is_done.try_recv().expect("it is told once it is done");
+        connected(&shard)
+    };
+    assert_eq!(fence(&["203.0.113.0/24"], &["n9"]), ["-", "near", "far", "own", "s"]);
+    assert_eq!(fence(&["192.0.2.1/32"], &[]), ["-", "far", "own", "s"]);
+    assert_eq!(fence(&[], &["n2"]), ["-", "far", "own"]);
+    assert_eq!(fence(&[], &["n1", "ops"]), ["-", "far"], "an admin is no node");
+    assert_eq!(fence(&["0.0.0.0/0"], &[]), ["-"], "a client of this host");
+}
+
+#[test]
+fn a_volume_takes_as_many_clients_as_are_allowed_and_one_more_when_one_has_gone() {
+    let (mut shard, _handle) = shard();
+    shard.open(now(), setup());
+    let mut there = with_users(&mut shard, &vec![None; 63]);
+    assert_eq!(connected(&shard).len(), 63);
+    there.extend(with_users(&mut shard, &[None]));
+    assert_eq!(connected(&shard).len(), 64);
+    let _refused = with_users(&mut shard, &[None, None]);
+    assert_eq!(connected(&shard).len(), 64);
+    drop(there.pop());
+    one_round(&mut shard);
+    assert_eq!(connected(&shard).len(), 63);
+    let _next = with_users(&mut shard, &[None, None]);
+    assert_eq!(connected(&shard).len(), 64);
+}
+
+fn update(shard: &mut Shard, change: impl FnOnce(&mut VolumeUpdate)) {
+    let mut update = VolumeUpdate {
+        volume: VOLUME,
+        socket: None,
+        key: None,
+        read_only: false,
+        client: 0,
+        since_epoch: 0,
+        size_bytes: 0,
+        limits: Limits::default(),
+        options: live_options(),
+        replicas: Vec::new(),
+        desired: Default::default(),
+        verify: None,
+        sharers: Vec::new(),
+        feed: None,
+    };
+    change(&mut update);
+    shard.update(now(), update);
+}
+
+#[test]
+fn a_volume_grows_below_its_clients_and_never_shrinks() {
+    let (mut shard, _handle) = shard();
+    shard.open(now(), setup());
+    let _there = with_users(&mut shard, &[None]);
+    let size = 64 << 12;
+    let mut told = |size_bytes: u64| {
+        update(&mut shard, |update| update.size_bytes = size_bytes);
+        let export = &shard.volumes[&VOLUME].export;
+        let Some(Slot::Client(_)) = shard.sources.slots.get(&export.clients()[0]) else { panic!() };
+        export.info.size_bytes
+    };
+    for (size_bytes, is) in [
+        (0, size),
+        (size - 4096, size),
+        (size, size),
+        (size + 4096, size + 4096),
+        (size + 4095, size + 4096),
+        (size, size + 4096),
+        (2 * size, 2 * size),
+    ] {
+        assert_eq!(told(size_bytes), is, "{size_bytes}");
+    }
+}
+
+/// The key goes with its use: whoever had the volume open by it is gone before the volume is locked.
+#[test]
+fn a_volume_whose_key_was_taken_away_has_neither_its_clients_nor_a_socket() {
+    let user = quoin_encryption::UserKey::parse("ab".repeat(32).as_bytes()).unwrap();
+    let encryption = quoin_encryption::Encryption::create(&user, "a").unwrap();
+    let key = encryption.unlock(&user).unwrap().key;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v.sock");
+    let (mut shard, _handle) = shard();
+    shard.open(now(), VolumeSetup { is_encrypted: true, ..setup() });
+    let _refused = with_users(&mut shard, &[None]);
+    assert_eq!(connected(&shard), [""; 0], "it has no key");
+    for _ in 0..2 {
+        update(&mut shard, |update| {
+            (update.socket, update.key) = (Some(path.clone()), Some(key.clone()));
+        });
+        assert!(path.exists());
+        let _there = with_users(&mut shard, &[None]);
+        let _here = opened(&mut shard, &path);
+        assert_eq!(connected(&shard), ["-", "-"]);
+        update(&mut shard, |_| {});
+        assert_eq!(connected(&shard), [""; 0]);
+        assert!(!path.exists() && shard.volumes[&VOLUME].sealing.is_locked());
+        let _late = with_users(&mut shard, &[None]);
+        assert_eq!(connected(&shard), [""; 0]);
+    }
+}
+
+#[test]
+fn an_answer_for_a_client_that_has_gone_is_given_to_nobody() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("v.sock");
+    let (mut shard, _handle) = shard();
+    shard.open(now(), VolumeSetup { socket: Some(path.clone()), ..setup() });
+    let mut former = opened(&mut shard, &path);
+    former.write_all(&write_request()).unwrap();
+    one_round(&mut shard);
+    let tokens = shard.volumes[&VOLUME].export.tokens.open();
+    assert_eq!(tokens, 1);
+    drop(former);
+    one_round(&mut shard);
+    let mut next = opened(&mut shard, &path);
+    next.set_nonblocking(true).unwrap();
+    std::io::Read::read(&mut next, &mut [0; 256]).unwrap();
+    // The state machine answers what the first client asked.
+    for token in [0, 1, u64::MAX] {
+        let reply = quoin_types::block::Reply { token, result: Err(BlockError::Stopped) };
+        shard.reply(VOLUME, reply);
+    }
+    shard.finish_round();
+    let left = std::io::Read::read(&mut next, &mut [0; 256]);
+    assert_eq!(left.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
 }
