@@ -20,7 +20,7 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 53] = [
+const USES: [(&str, Purpose); 54] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
     ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
