@@ -941,6 +941,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
     }
 
     fn request_sync(&mut self) -> SyncTicket {
+        self.replica.family.flushes.asked();
         self.core.tickets.request_for(self.replica.identity.guid)
     }
 

@@ -268,6 +268,8 @@ impl Replica {
         // reported as applied before it is durable.
         let waits = self.head.is_media();
         self.family.log_waits = waits;
+        self.family.flushes.written(u64::from(total) * BLOCK_SIZE as u64);
+        let is_flushed_soon = self.family.flushes.are_expected();
         let before = self.family.open[Stream::Log as usize];
         let end = self.family.log_end;
         let segment = self.family.segment_for(core, Stream::Log, total, claim)?;
@@ -320,6 +322,7 @@ impl Replica {
         segment.state.last_index = end.next_index;
         match waits {
             true => segment.written_out_blocks = segment.state.used_blocks,
+            false if is_flushed_soon => segment.write_out_rest(core),
             false => segment.write_out(core),
         }
         let log_start = LogStart {

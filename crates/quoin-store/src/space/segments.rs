@@ -14,6 +14,7 @@ use crate::format::checkpoint::SegmentState;
 use crate::format::record::Record;
 use crate::format::segment::segment_header;
 use crate::format::superblock::{LARGE_UNITS, Superblock};
+use crate::log::flushes::Flushes;
 use crate::space::bit_set::BitSet;
 use crate::space::ready;
 use crate::space::segment_table::Segments;
@@ -288,6 +289,7 @@ pub struct Family {
     pub open: [Option<u32>; 3],
     /// Appends to the log wait for the next sync anyway (durability `media`).
     pub log_waits: bool,
+    pub flushes: Flushes,
     /// Segments of the log, oldest first, by sequence number and unit; may name some that are
     /// gone.
     pub log_order: VecDeque<(u64, u32)>,
@@ -319,7 +321,7 @@ impl Segment {
     }
 
     /// Has the disk write out all that was appended.
-    fn write_out_rest<D: Disk>(&mut self, core: &Core<D>) {
+    pub fn write_out_rest<D: Disk>(&mut self, core: &Core<D>) {
         let blocks = self.state.used_blocks.saturating_sub(self.written_out_blocks);
         if blocks > 0 {
             let first = core.superblock.unit_start(self.state.unit);
@@ -352,6 +354,7 @@ impl Family {
             segments: Segments::new(unit_blocks),
             open: [None; 3],
             log_waits: false,
+            flushes: Flushes::default(),
             log_order: VecDeque::new(),
             log_end: LogEnd::default(),
             changes: 0,
@@ -415,8 +418,11 @@ impl Family {
             && core.allocator.free_for_clients()
                 > 4 * LARGE_UNITS + core.allocator.shares.kept_units;
         let waits = self.log_waits && stream == Stream::Log;
+        // A sync of what is written to new space waits for the file system's note of it.
+        let is_synced_often =
+            (self.log_waits || self.flushes.are_expected()) && stream == Stream::Log;
         ready::take_ready(core);
-        let warm_first = waits && core.disk.notes_space();
+        let warm_first = is_synced_often && core.disk.notes_space();
         let allocated = core.allocate(large, claim == Claim::Reserve, warm_first);
         let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
         core.sequence += 1;
@@ -465,7 +471,7 @@ impl Family {
         if stream == Stream::Log {
             self.log_order.push_back((state.sequence, unit));
         }
-        if waits {
+        if is_synced_often {
             ready::ready_next(core, large);
         }
         Ok(self.segments.insert(segment))
