@@ -749,3 +749,33 @@ fn whatever_is_appended_is_told_to_be_written_out_but_for_a_stretch_of_each_open
     assert!(moved > 10 * UNIT_BYTES, "{moved} bytes written");
     assert!(volume.disk.written_out_bytes() > told, "nothing of what was moved");
 }
+
+#[test]
+fn writes_of_a_replica_that_is_flushed_often_are_told_to_be_written_out_at_once_and_others_are_not() {
+    let mut volume = Volume::new(64 << 20, 16_000);
+    let before = volume.disk.written_out_bytes();
+    let write_and_flush = |volume: &mut Volume, lba: u64| {
+        volume.append(&EntryKind::Write, [lba], 2);
+        let told = volume.disk.written_out_bytes();
+        volume.pool.replica(GUID).expect("it").request_sync();
+        sync(&mut volume.pool);
+        told
+    };
+    for lba in 0..3 {
+        assert_eq!(write_and_flush(&mut volume, lba), before, "after {lba} flushes");
+    }
+    // All that was not told before, and then each write with its header.
+    let told = write_and_flush(&mut volume, 10);
+    assert!(told > before);
+    assert_eq!(write_and_flush(&mut volume, 20), told + 3 * BLOCK_SIZE as u64);
+    // A stream of writes, which no flush ends for long, goes by the stretch.
+    let told = volume.disk.written_out_bytes();
+    for lba in (0..4000).step_by(20) {
+        volume.append(&EntryKind::Write, [lba], 20);
+    }
+    let at_once = volume.disk.written_out_bytes() - told;
+    volume.pool.replica(GUID).expect("it").request_sync();
+    sync(&mut volume.pool);
+    let told = volume.disk.written_out_bytes();
+    assert_eq!(write_and_flush(&mut volume, 10), told, "{at_once} bytes were told at once");
+}
