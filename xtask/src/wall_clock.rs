@@ -20,10 +20,12 @@ enum Purpose {
 
 use Purpose::{Compares, Stamps};
 
-const USES: [(&str, Purpose); 54] = [
+const USES: [(&str, Purpose); 56] = [
     ("crates/quoin-control/src/api/gate.rs", Stamps),
     ("crates/quoin-control/src/api/reports.rs", Stamps),
     ("crates/quoin-control/src/disaster/backup.rs", Stamps),
+    ("crates/quoin-control/src/disaster/moving.rs", Stamps),
+    ("crates/quoin-control/src/disaster/offline.rs", Stamps),
     ("crates/quoin-control/src/disaster/recovery.rs", Stamps),
     ("crates/quoin-control/src/disaster/salvage/mod.rs", Stamps),
     (

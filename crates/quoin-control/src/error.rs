@@ -96,7 +96,7 @@ pub enum Error {
 
     #[error(
         "{dir} holds the authority of cluster {own}, and the records are of cluster {found}: choose an \
-         empty directory, or another --etcd-prefix for a cluster of its own"
+         empty directory, or another --etcd-prefix or --kubernetes-cluster for a cluster of its own"
     )]
     OtherCluster { dir: PathBuf, own: ClusterId, found: ClusterId },
 
@@ -113,6 +113,18 @@ pub enum Error {
          directory"
     )]
     Superseded { term: Term, by: Term },
+
+    #[error(
+        "the records of this cluster have moved to {to}, in term {term}, and this copy of them rules no more: \
+         start the controller there (--store), or bring them back with `quoin controller move-store`"
+    )]
+    RecordsMoved { to: String, term: u64 },
+
+    #[error(
+        "the records here are not all there: they were being made from {from}, and that was cut short. Repeat \
+         the same `quoin controller move-store` or `quoin controller restore`"
+    )]
+    RecordsUnfinished { from: String },
 
     #[error("gRPC server: {0}")]
     Serve(#[from] tonic::transport::Error),
@@ -162,6 +174,8 @@ impl Error {
             | Self::AlreadyInitialised(_)
             | Self::NoAuthority(_)
             | Self::OtherCluster { .. }
+            | Self::RecordsMoved { .. }
+            | Self::RecordsUnfinished { .. }
             | Self::Foreign { .. }
             | Self::Serve(_) => Code::Internal,
         }

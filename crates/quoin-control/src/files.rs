@@ -1,8 +1,9 @@
 //! Files in a controller's directory.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::Error;
+use crate::state::store::SharedOptions;
 
 /// The cluster's authority, and its records, in a controller's directory.
 pub(crate) const AUTHORITY_FILE: &str = "authority.json";
@@ -36,4 +37,38 @@ pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// Takes a controller's directory from other users of the host, who might read what is written
+/// there with a mode that some tool or backup chose.
+pub(crate) fn close_to_others(dir: &Path) -> Result<(), Error> {
+    use std::os::unix::fs::PermissionsExt;
+    let failed = |source| Error::File { path: dir.to_owned(), source };
+    let mode = std::fs::metadata(dir).map_err(failed)?.permissions().mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        let closed = std::fs::Permissions::from_mode(mode & 0o7700);
+        std::fs::set_permissions(dir, closed).map_err(failed)?;
+        let dir = dir.display();
+        tracing::warn!("other users could enter {dir} (mode {mode:o}); they cannot any more");
+    }
+    Ok(())
+}
+
+/// Says in the directory where the records are: its last file.
+pub(crate) fn mark_one_of_several(dir: &Path, options: &SharedOptions) -> Result<(), Error> {
+    use std::io::Write;
+    let path = engine_file(dir, options);
+    if path.exists() {
+        return Ok(());
+    }
+    let made = std::fs::File::options().write(true).create_new(true).open(&path);
+    let written = made.and_then(|mut file| {
+        writeln!(file, "{}", options.engine.place())?;
+        file.sync_all()
+    });
+    written.map_err(|source| Error::File { path, source })
+}
+
+pub(crate) fn engine_file(dir: &Path, options: &SharedOptions) -> PathBuf {
+    dir.join(format!("records.{}", options.engine.name()))
 }

@@ -38,6 +38,7 @@ mod waiting;
 pub use controller::Controller;
 pub use disaster::recovery::LEASES_OVER_AFTER;
 pub use disaster::scheduled_backup::BackupSchedule;
+pub use disaster::moving::{MovedRecords, move_records};
 pub use disaster::{backup, kept_backups, salvage};
 pub use error::Error;
 pub use kubernetes_api::{ApiError, ApiOptions};
@@ -48,11 +49,12 @@ pub use reconcile::dying;
 pub use reconcile::heal::Healing;
 pub use reconcile::rebalance::Balance;
 pub use run::{
-    HEALS_PER_POOL, InitReport, JoinedControllers, Options, REPORT_EVERY_MS, Records, init,
-    init_again, is_initialised, join_controllers, open, run, serve,
+    HEALS_PER_POOL, InitReport, JoinedControllers, Options, REPORT_EVERY_MS, init, init_again,
+    is_initialised, join_again, join_controllers, open, run, serve,
 };
 pub use settings::Settings;
 pub use snapshot::history::check_part;
+pub use state::store::Records;
 pub use state::{events, store};
 pub use status::health;
 pub use status::metrics::Metrics;

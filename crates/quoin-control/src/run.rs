@@ -21,9 +21,12 @@ use crate::Error;
 use crate::api::{Budgets, Gate, Services};
 use crate::controller::Controller;
 use crate::disaster::backup::doubted_records;
+use crate::disaster::offline::{check_is_here, doubt};
 use crate::disaster::scheduled_backup::BackupSchedule;
 pub use crate::files::is_initialised;
-use crate::files::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
+use crate::files::{
+    AUTHORITY_FILE, RECORDS_FILE, close_to_others, engine_file, mark_one_of_several, refuse_foreign,
+};
 use crate::membership::kubernetes::{Kubernetes, KubernetesOptions};
 use crate::reconcile::dying::{DyingLimits, DyingPolicy};
 use crate::reconcile::reach::Dialler;
@@ -31,7 +34,7 @@ use crate::reconcile::work;
 use crate::settings::Settings;
 use crate::state::events::{Object, Severity};
 use crate::state::store::{
-    Embedded, Rule, SharedOptions, SharedStore, Store, StoreError, campaign, keep_ruling, release,
+    Embedded, Records, Rule, SharedOptions, SharedStore, Store, StoreError, campaign, keep_ruling, release,
 };
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};
@@ -53,16 +56,6 @@ const FRAME_BYTES_MAX: u32 = 64 << 10;
 const MEMBERS_CUT_AFTER: Duration = Duration::from_millis(200);
 /// How often what is due by time is looked after.
 const TICK: Duration = Duration::from_secs(1);
-
-/// Where the records lie.
-#[derive(Clone, Debug, Default)]
-pub enum Records {
-    /// In the controller's directory: it is the only controller.
-    #[default]
-    Embedded,
-    /// In an engine that several controllers share, of which one rules.
-    Shared(SharedOptions),
-}
 
 /// Options of `quoin controller run`.
 #[derive(Clone, Debug)]
@@ -252,21 +245,6 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     Ok(InitReport { records_lost, ..made })
 }
 
-/// Takes a controller's directory from other users of the host, who might read what is written
-/// there with a mode that some tool or backup chose.
-fn close_to_others(dir: &Path) -> Result<(), Error> {
-    use std::os::unix::fs::PermissionsExt;
-    let failed = |source| Error::File { path: dir.to_owned(), source };
-    let mode = std::fs::metadata(dir).map_err(failed)?.permissions().mode() & 0o7777;
-    if mode & 0o077 != 0 {
-        let closed = std::fs::Permissions::from_mode(mode & 0o7700);
-        std::fs::set_permissions(dir, closed).map_err(failed)?;
-        let dir = dir.display();
-        tracing::warn!("other users could enter {dir} (mode {mode:o}); they cannot any more");
-    }
-    Ok(())
-}
-
 /// Makes a cluster whose records lie in an engine; where there is one already, `dir` becomes the directory of another
 /// controller of it, and the answer has no token. Never overwrites one.
 pub async fn join_controllers(
@@ -274,7 +252,8 @@ pub async fn join_controllers(
     options: &SharedOptions,
     lifetimes: Lifetimes,
 ) -> Result<JoinedControllers, Error> {
-    if is_initialised(dir) {
+    // A directory of before the records moved to this engine is made one of it.
+    if engine_file(dir, options).exists() || dir.join(RECORDS_FILE).exists() {
         return Err(Error::AlreadyInitialised(dir.to_owned()));
     }
     refuse_foreign(dir)?;
@@ -315,20 +294,42 @@ pub async fn join_controllers(
     Ok(JoinedControllers::Another(authority.cluster()))
 }
 
-/// Says in the directory where the records are: its last file.
-fn mark_one_of_several(dir: &Path, options: &SharedOptions) -> Result<(), Error> {
-    use std::io::Write;
-    let path = engine_file(dir, options);
-    let made = std::fs::File::options().write(true).create_new(true).open(&path);
-    let written = made.and_then(|mut file| {
-        writeln!(file, "{}", options.engine.place())?;
-        file.sync_all()
-    });
-    written.map_err(|source| Error::File { path, source })
-}
-
-fn engine_file(dir: &Path, options: &SharedOptions) -> PathBuf {
-    dir.join(format!("records.{}", options.engine.name()))
+/// Makes the cluster again, in an engine that holds no records, whose authority is in `dir`; as [`init_again`].
+pub async fn join_again(
+    dir: &Path,
+    options: &SharedOptions,
+    lifetimes: Lifetimes,
+) -> Result<ClusterId, Error> {
+    refuse_foreign(dir)?;
+    if !dir.join(AUTHORITY_FILE).exists() {
+        return Err(Error::NoAuthority(dir.to_owned()));
+    }
+    let authority = Authority::load(dir, lifetimes)?;
+    let (store, own) = (options.open()?, authority.cluster());
+    let authority = match store.authority().await? {
+        None => authority,
+        // There it may have been rotated since.
+        Some(kept) => {
+            let found = Authority::parse(&kept, lifetimes)?.cluster();
+            if own != found {
+                return Err(Error::OtherCluster { dir: dir.to_owned(), own, found });
+            }
+            Authority::import(dir, &kept, lifetimes)?
+        }
+    };
+    let doubt = doubt("they were lost");
+    let records = store.list("").await?;
+    if records.iter().any(|record| record.key != doubt.0) {
+        let place = options.place();
+        return Err(Error::Precondition(format!("{place} holds records: they are not lost")));
+    }
+    // The doubt first: without it the records would rule.
+    store.put_all(vec![doubt]).await?;
+    store.create_authority(authority.export()?.as_bytes()).await?;
+    identity_of(dir, &authority)?;
+    close_to_others(dir)?;
+    mark_one_of_several(dir, options)?;
+    Ok(own)
 }
 
 /// The first records of a cluster in an engine.
@@ -379,6 +380,7 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
     }
     // The records first: a second controller must change nothing of the first one's.
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
+    check_is_here(&*store).await?;
     close_to_others(dir)?;
     let authority = Authority::load(dir, options.lifetimes)?;
     open_with(options, store, authority).await
@@ -448,6 +450,7 @@ async fn serve_while_ruling(
     rule: &Rule,
     shutdown: watch::Receiver<bool>,
 ) -> Result<(), Error> {
+    check_is_here(&**store).await?;
     let Some(exported) = store.authority().await? else {
         return Err(Error::NotInitialised(options.dir.clone()));
     };

@@ -48,7 +48,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// Exit code that shells use for a command that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
-/// Exit code of a controller whose place another one took: a supervisor must not start it again.
+/// Exit code of a controller whose place another one took, or whose records are elsewhere: a supervisor must not
+/// start it again.
 const SUPERSEDED: u8 = 4;
 
 /// Exit code of a pool or a node that was removed from its cluster: started again, it would end
@@ -69,7 +70,10 @@ fn main() -> ExitCode {
             // A failed write to stderr is no reason to panic.
             let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
             match error.downcast_ref::<quoin_control::Error>() {
-                Some(quoin_control::Error::Superseded { .. }) => SUPERSEDED.into(),
+                Some(
+                    quoin_control::Error::Superseded { .. }
+                    | quoin_control::Error::RecordsMoved { .. },
+                ) => SUPERSEDED.into(),
                 _ if error.is::<pace::Interrupted>() || error.is::<snapshot::Interrupted>() => {
                     INTERRUPTED.into()
                 }

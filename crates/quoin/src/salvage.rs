@@ -1,5 +1,5 @@
-//! `quoin controller backup|restore|recover`: the records kept elsewhere, brought back, and made to
-//! agree with what the pools hold.
+//! `quoin controller backup|restore|recover|move-store`: the records kept elsewhere, brought back, made to
+//! agree with what the pools hold, and moved to another store.
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -8,8 +8,8 @@ use quoin_api::control::{
     BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
 };
 use quoin_control::backup::{BACKUP_BYTES_MAX, Backup};
-use quoin_control::kept_backups;
-use quoin_identity::write_private;
+use quoin_control::{Records, kept_backups};
+use quoin_identity::{Lifetimes, write_private};
 use quoin_types::Epoch;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use crate::client::{ClientOptions, refusal};
 use crate::events::show_time;
 use crate::output::{self, Format, Row};
+use crate::roles::{RecordsOptions, StoreKind};
 use crate::size::show_size;
 
 #[derive(Args)]
@@ -44,9 +45,11 @@ pub struct RestoreOptions {
     /// The controller's directory: missing, empty, or with its authority left.
     #[arg(long, value_name = "DIRECTORY")]
     state: PathBuf,
-    /// Put records that are there aside, beside the new ones.
+    /// Put records that are there aside, into that directory.
     #[arg(long)]
     replace: bool,
+    #[command(flatten)]
+    records: RecordsOptions,
 }
 
 #[derive(Args)]
@@ -67,6 +70,20 @@ pub struct RecoverOptions {
     #[arg(long, value_name = "DIRECTORY",
           conflicts_with_all = ["dry_run", "without", "discard_left_over"])]
     state: Option<PathBuf>,
+    #[command(flatten)]
+    records: RecordsOptions,
+}
+
+#[derive(Args)]
+pub struct MoveStoreOptions {
+    /// The directory of a controller of the cluster.
+    #[arg(long, value_name = "DIRECTORY")]
+    state: PathBuf,
+    /// Where the records are to lie; `--store` says where they lie now.
+    #[arg(long, value_enum, value_name = "STORE")]
+    to: StoreKind,
+    #[command(flatten)]
+    records: RecordsOptions,
 }
 
 /// Content of a backup, as `-o json` has it.
@@ -167,7 +184,7 @@ fn now_seconds() -> i64 {
     now.map_or(0, |since| i64::try_from(since.as_secs()).unwrap_or(i64::MAX))
 }
 
-pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {
+pub async fn restore(options: RestoreOptions, format: Format) -> Result<()> {
     let path = options.file.display();
     let size = std::fs::metadata(&options.file).with_context(|| format!("open {path}"))?.len();
     if size > BACKUP_BYTES_MAX {
@@ -182,7 +199,13 @@ pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {
         other => anyhow!(other).context(format!("check {path}")),
     })?;
     let state = options.state.display();
-    let aside = match backup.restore(&options.state, options.replace).await {
+    let restored = match options.records.records()? {
+        Records::Embedded => backup.restore(&options.state, options.replace).await,
+        Records::Shared(shared) => {
+            backup.restore_shared(&options.state, &shared, options.replace).await
+        }
+    };
+    let aside = match restored {
         Err(quoin_control::Error::AlreadyInitialised(dir)) => {
             return Err(anyhow!(
                 "{} holds the records of a cluster: name another directory, or put them aside with \
@@ -311,9 +334,9 @@ struct LetRecoverView {
     superseded_by_term: u64,
 }
 
-async fn let_recover(state: &Path, format: Format) -> Result<()> {
+async fn let_recover(state: &Path, records: RecordsOptions, format: Format) -> Result<()> {
     let shown = state.display().to_string();
-    let by = quoin_control::let_recover(state)
+    let by = quoin_control::let_recover(state, &records.records()?)
         .await
         .with_context(|| format!("let the controller in {shown} start again"))?;
     let view = LetRecoverView { state: shown, superseded_by_term: by.number };
@@ -322,6 +345,40 @@ async fn let_recover(state: &Path, format: Format) -> Result<()> {
             "the controller in {} may start again; its records do not rule\nnext: end the controller \
              of term {by}, start this one, then quoin controller recover --dry-run",
             view.state
+        )
+    })
+}
+
+/// Records in another store.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct MovedView {
+    cluster_id: String,
+    from: String,
+    to: String,
+    volumes: usize,
+    term: u64,
+}
+
+pub async fn move_store(options: MoveStoreOptions, format: Format) -> Result<()> {
+    let MoveStoreOptions { state, to, records } = options;
+    let (from, to) = (records.clone().records()?, records.records_in(to)?);
+    let moved = quoin_control::move_records(&state, &from, &to, Lifetimes::default())
+        .await
+        .context("move the records")?;
+    let view = MovedView {
+        cluster_id: moved.cluster.to_string(),
+        from: moved.from,
+        to: moved.to,
+        volumes: moved.volumes,
+        term: moved.term,
+    };
+    output::print_one(format, &view, || {
+        let MovedView { cluster_id, from, to, volumes, term } = &view;
+        format!(
+            "the records of cluster {cluster_id}, {volumes} volumes, moved from {from} to {to}: they rule there in \
+             term {term}\nnext: start the controllers with --store and its options for {to}\nThe former copy \
+             rules no more; it holds the authority's private key still"
         )
     })
 }
@@ -380,7 +437,7 @@ pub async fn recover(
     format: Format,
 ) -> Result<()> {
     if let Some(state) = &options.state {
-        return let_recover(state, format).await;
+        return let_recover(state, options.records, format).await;
     }
     let mut cluster = client.connect().await?;
     let request = RecoverRecordsRequest {

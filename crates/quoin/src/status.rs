@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use quoin_api::control::{
-    ClusterInfo, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, Volume,
+    ClusterInfo, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, RecordsStore,
+    Volume,
 };
 use serde::Serialize;
 
@@ -46,6 +47,8 @@ struct StatusView {
     term: u64,
     /// Why the records do not rule; empty: they do.
     recovery: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    records: Option<RecordsView>,
     pools: Parts,
     nodes: Parts,
     volumes: Parts,
@@ -56,6 +59,63 @@ struct StatusView {
     clocks: Vec<String>,
     /// Versions of the controller and of the nodes, and how many have each.
     versions: BTreeMap<String, usize>,
+}
+
+/// The store of the records.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct RecordsView {
+    store: String,
+    place: String,
+    /// Controller that rules by a lease; empty: it is the only one.
+    leader: String,
+    lease_ms: u64,
+    lease_left_ms: u64,
+    /// Of the last call that was answered.
+    latency_us: u64,
+    /// Time since the last answer.
+    answered_ago_ms: u64,
+    /// Why the last call failed; empty: it was answered.
+    failing: String,
+}
+
+impl From<RecordsStore> for RecordsView {
+    fn from(told: RecordsStore) -> Self {
+        Self {
+            store: told.engine,
+            place: told.place,
+            leader: told.leader,
+            lease_ms: told.lease_ms,
+            lease_left_ms: told.lease_left_ms,
+            latency_us: told.latency_us,
+            answered_ago_ms: told.answered_ms,
+            failing: told.failing,
+        }
+    }
+}
+
+impl RecordsView {
+    fn text(&self, term: u64) -> String {
+        let seconds = |ms: u64| format!("{:.1} s", ms as f64 / 1e3);
+        let Self { store, place, latency_us, answered_ago_ms, .. } = self;
+        let latency = *latency_us as f64 / 1e3;
+        let answered = seconds(*answered_ago_ms);
+        let mut text =
+            format!("records   {store} at {place}, {latency:.1} ms, answered {answered} ago\n");
+        let mut lines = vec![match self.leader.as_str() {
+            "" => format!("one controller alone, in term {term}"),
+            leader => format!(
+                "controller {leader} rules in term {term}; its lease of {} ends in {}",
+                seconds(self.lease_ms),
+                seconds(self.lease_left_ms)
+            ),
+        }];
+        if !self.failing.is_empty() {
+            lines.push(format!("not reached now: {}", self.failing));
+        }
+        text += &indented(&lines);
+        text
+    }
 }
 
 pub async fn run(client: &ClientOptions, format: Format) -> Result<()> {
@@ -173,6 +233,7 @@ impl StatusView {
             cluster_id: info.cluster_id,
             term: info.term,
             recovery: info.recovery,
+            records: info.records.map(RecordsView::from),
             pools: Parts::of(pools.iter().map(of_pool)),
             nodes: Parts::of(nodes.iter().map(of_node)),
             volumes: Parts::of(volumes.iter().map(of_volume)),
@@ -184,6 +245,7 @@ impl StatusView {
         let parts = [&view.pools, &view.nodes, &view.volumes];
         view.well = parts.iter().all(|parts| parts.not_well.is_empty())
             && view.recovery.is_empty()
+            && view.records.as_ref().is_none_or(|records| records.failing.is_empty())
             && view.clocks.is_empty()
             && view.left_over.is_empty();
         view
@@ -194,6 +256,9 @@ impl StatusView {
         let mut text = format!("cluster {}: {verdict}\n", self.cluster_id);
         if !self.recovery.is_empty() {
             text += &format!("records do not rule, for {}\n", self.recovery);
+        }
+        if let Some(records) = &self.records {
+            text += &records.text(self.term);
         }
         for (kind, parts) in
             [("pools", &self.pools), ("nodes", &self.nodes), ("volumes", &self.volumes)]
@@ -270,6 +335,37 @@ mod tests {
         assert_eq!(text.lines().count(), 5, "{text}");
         assert!(text.contains("pools     1 of 1 are well"), "{text}");
         assert!(text.ends_with("versions  0.1.0 (2)\n"), "{text}");
+    }
+
+    #[test]
+    fn the_store_of_the_records_is_told_with_who_rules_and_what_fails() {
+        let mut store = RecordsStore {
+            engine: "etcd".into(),
+            place: "http://etcd-1:2379".into(),
+            leader: "host-1".into(),
+            lease_ms: 15_000,
+            lease_left_ms: 12_340,
+            latency_us: 3_140,
+            answered_ms: 210,
+            failing: String::new(),
+        };
+        let told = |store: &RecordsStore| {
+            let info = ClusterInfo { records: Some(store.clone()), term: 4, ..info() };
+            let view = StatusView::of(info, &[], &[], &[]);
+            (view.well, view.text())
+        };
+        let (is_well, text) = told(&store);
+        for part in [
+            "records   etcd at http://etcd-1:2379, 3.1 ms, answered 0.2 s ago",
+            "controller host-1 rules in term 4; its lease of 15.0 s ends in 12.3 s",
+        ] {
+            assert!(is_well && text.contains(part), "{part}: {text}");
+        }
+        store.failing = "the records cannot be reached: no answer in 2 s".into();
+        let (is_well, text) = told(&store);
+        assert!(!is_well && text.contains("not reached now: the records"), "{text}");
+        let alone = RecordsStore { engine: "embedded".into(), ..RecordsStore::default() };
+        assert!(told(&alone).1.contains("one controller alone, in term 4"));
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub use revert::{RevertIndex, RevertPhase, RevertRecord};
 pub use schedule::{ScheduleIndex, ScheduleRecord};
 pub use snapshot::{Cut, SnapshotIndex, SnapshotName, SnapshotPhase, SnapshotRecord};
 pub use spec::Spec;
-pub use term::{RecoveryRecord, SupersededRecord, TermRecord};
+pub use term::{MoveRecord, MoveState, RecoveryRecord, SupersededRecord, TermRecord};
 pub use used::Use;
 pub use verification::{FindingRecord, ReplicaResult, VerifyCounts, VerifyRecord, VerifyState};
 pub use volume::{

@@ -381,6 +381,10 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     let superseded =
         SupersededRecord { number, id, told_by: "pool pool-1".into(), since_ms: 1_700_000_000_000 };
     hold("superseded", &superseded);
+    for (name, state) in [("filling", MoveState::Filling), ("moved", MoveState::Moved)] {
+        let (place, since_ms) = ("etcd below /quoin".into(), 1_700_000_000_000);
+        hold(name, &MoveRecord { state, id, number, place, since_ms });
+    }
     let event = EventRecord {
         sequence: 17,
         time_ms: 1_700_000_000_000,

@@ -78,3 +78,39 @@ impl Record for RecoveryRecord {
         Self::NAME.to_owned()
     }
 }
+
+/// That the records here are not the cluster's to rule by: they are being made, or the cluster's have moved to another
+/// store. No controller starts on them.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MoveRecord {
+    pub state: MoveState,
+    /// Of the move or the restore: the same on both ends. For a move, the id of the term that begins with it.
+    pub id: Text<TermId>,
+    /// Number of that term.
+    pub number: u64,
+    /// The other end, in words.
+    pub place: String,
+    pub since_ms: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MoveState {
+    /// They come from `place`, and may not be all there.
+    Filling,
+    /// They are at `place` now.
+    Moved,
+}
+
+impl MoveRecord {
+    /// There is one at most.
+    pub const NAME: &'static str = "records";
+}
+
+impl Record for MoveRecord {
+    type Index = ();
+    const PREFIX: &'static str = "move/";
+    fn name(&self) -> String {
+        Self::NAME.to_owned()
+    }
+}

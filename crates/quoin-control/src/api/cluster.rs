@@ -105,6 +105,7 @@ impl Cluster for Services {
             term: self.controller.state.term().number,
             clocks: self.controller.membership.clocks.all(),
             authority: self.controller.membership.members.fingerprint(),
+            records: Some(self.controller.state.storage.shown()),
         }))
     }
 

@@ -17,18 +17,23 @@ use std::sync::Arc;
 
 use quoin_cluster::records::{
     CordonRecord, EventRecord, FenceRecord, GroupRecord, MemberOfCluster, MirrorAddressRecord,
-    MirrorRecord, NameRecord, NodeRecord, PeerRecord, PoolRecord, Record, RecoveryRecord,
+    MirrorRecord, MoveRecord, MoveState, NameRecord, NodeRecord, PeerRecord, PoolRecord, Record, RecoveryRecord,
     RevertRecord, ScheduleRecord, SnapshotName, SnapshotRecord, SupersededRecord, TermRecord,
-    TokenRecord, VerifyRecord, VolumeGroupRecord, VolumeRecord, decode,
+    Text, TokenRecord, VerifyRecord, VolumeGroupRecord, VolumeRecord, decode, encode,
 };
-use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
+use quoin_identity::{Authority, ClusterId, Lifetimes, make_dir, write_private};
+use quoin_types::TermId;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::files::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
+use crate::disaster::offline::{Offline, doubt, mark_of};
+use crate::files::{
+    AUTHORITY_FILE, RECORDS_FILE, close_to_others, mark_one_of_several, refuse_foreign,
+};
 use crate::membership::members::Members;
 use crate::state::State;
-use crate::state::store::{Embedded, Store, Swap};
+use crate::state::random_id;
+use crate::state::store::{Embedded, Entry, Records, SharedOptions, Store, Swap};
 use crate::time::now_ms;
 
 const FORMAT: u32 = 1;
@@ -83,7 +88,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 22] = [
+    let kinds: [(&str, Reader); 23] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
@@ -106,6 +111,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         (MirrorRecord::PREFIX, read::<MirrorRecord>),
         (VolumeGroupRecord::PREFIX, read::<VolumeGroupRecord>),
         (FenceRecord::PREFIX, read::<FenceRecord>),
+        (MoveRecord::PREFIX, read::<MoveRecord>),
     ];
     let kind = kinds.iter().find(|(prefix, _)| key.starts_with(prefix));
     let (_, read) = kind.ok_or_else(|| refuse(format!("record {key} is of no known kind")))?;
@@ -132,29 +138,39 @@ impl Backups {
             true => Some(self.members.authority().export()?),
             false => None,
         };
-        let mut out = Vec::new();
-        let header = Header {
-            kind: KIND.to_owned(),
-            format: FORMAT,
-            cluster_id: self.state.identity.cluster().to_string(),
-            taken_ms: now_ms(),
-            quoin: env!("CARGO_PKG_VERSION").to_owned(),
-            records: records.len(),
-            authority: authority.is_some(),
-        };
-        line(&mut out, &header);
-        for entry in records {
-            let value = String::from_utf8(entry.value);
-            let value = value.map_err(|_| refuse(format!("record {} is no text", entry.key)))?;
-            line(&mut out, &Line::Record { key: entry.key, value });
-        }
-        if let Some(authority) = authority {
-            line(&mut out, &Line::Authority(authority));
-        }
-        let sum = sum(&out);
-        line(&mut out, &Line::Sha256(sum));
-        Ok(out)
+        let cluster = self.state.identity.cluster();
+        content(cluster, records, authority)
     }
+}
+
+/// Content of a backup file of these records.
+fn content(
+    cluster: ClusterId,
+    records: Vec<Entry>,
+    authority: Option<String>,
+) -> Result<Vec<u8>, Error> {
+    let mut out = Vec::new();
+    let header = Header {
+        kind: KIND.to_owned(),
+        format: FORMAT,
+        cluster_id: cluster.to_string(),
+        taken_ms: now_ms(),
+        quoin: env!("CARGO_PKG_VERSION").to_owned(),
+        records: records.len(),
+        authority: authority.is_some(),
+    };
+    line(&mut out, &header);
+    for entry in records {
+        let value = String::from_utf8(entry.value);
+        let value = value.map_err(|_| refuse(format!("record {} is no text", entry.key)))?;
+        line(&mut out, &Line::Record { key: entry.key, value });
+    }
+    if let Some(authority) = authority {
+        line(&mut out, &Line::Authority(authority));
+    }
+    let sum = sum(&out);
+    line(&mut out, &Line::Sha256(sum));
+    Ok(out)
 }
 
 impl Backup {
@@ -249,13 +265,7 @@ impl Backup {
             }
             // The authority in `dir` stays: it may have been rotated since, and is never older.
             (Some(_), _) | (None, Some(_)) => {}
-            (None, None) => {
-                return Err(refuse(format!(
-                    "the cluster's authority was left out of it: put {AUTHORITY_FILE} of the former \
-                     controller into {} first",
-                    dir.display()
-                )));
-            }
+            (None, None) => return Err(left_out(dir)),
         }
         // Private mode, because the directory will hold the cluster's private key.
         make_dir(dir)?;
@@ -273,6 +283,128 @@ impl Backup {
         std::fs::File::open(dir).and_then(|dir| dir.sync_all()).map_err(failed)?;
         Ok(aside)
     }
+}
+
+/// Records and authority that go where controllers share them.
+struct Arriving<'a> {
+    dir: &'a Path,
+    place: String,
+    backup: &'a Backup,
+    replace: bool,
+}
+
+impl Backup {
+    /// Restores the cluster in an engine, with `dir` as the directory of a controller of it; its records do not rule
+    /// yet. With `replace`, existing records are written into a backup file first, whose path is returned.
+    ///
+    /// # Errors
+    /// A controller rules there, or it holds another cluster, or records (without `replace`). Nothing is changed then.
+    pub async fn restore_shared(
+        &self,
+        dir: &Path,
+        options: &SharedOptions,
+        replace: bool,
+    ) -> Result<Option<PathBuf>, Error> {
+        refuse_foreign(dir)?;
+        let held = Offline::take(&Records::Shared(options.clone()), dir).await?;
+        let arriving = Arriving { dir, place: options.place(), backup: self, replace };
+        let restored = arriving.put_into(&held).await;
+        held.release().await;
+        let aside = restored?;
+        close_to_others(dir)?;
+        mark_one_of_several(dir, options)?;
+        Ok(aside)
+    }
+}
+
+impl Arriving<'_> {
+    async fn put_into(&self, held: &Offline) -> Result<Option<PathBuf>, Error> {
+        let shared = held.shared().expect("an engine that controllers share");
+        let (kept, there) = (shared.authority().await?, held.store.list("").await?);
+        let authority = self.authority(kept.as_deref())?;
+        let mark = mark_of(&*held.store).await?;
+        let is_cut_short = mark.is_some_and(|mark| mark.state == MoveState::Filling);
+        let is_over_others = !there.is_empty() && !is_cut_short;
+        if is_over_others && !self.replace {
+            return Err(Error::Precondition(format!(
+                "{} holds the records of a cluster: put them aside with --replace",
+                self.place
+            )));
+        }
+        make_dir(self.dir)?;
+        let aside = self.dir.join(format!("records.replaced-{}", now_ms()));
+        if is_over_others {
+            let cluster = authority.cluster();
+            let former = kept.as_ref().map(|_| authority.export()).transpose()?;
+            write_private(&aside, &content(cluster, there, former)?)?;
+        }
+        let filling = MoveRecord {
+            state: MoveState::Filling,
+            id: Text(TermId(random_id())),
+            number: 0,
+            place: "a backup".to_owned(),
+            since_ms: now_ms(),
+        };
+        let doubt = doubt("they come from a backup");
+        let marks = [filling.key(), doubt.0.clone()];
+        held.store.put_all(vec![(filling.key(), Some(encode(&filling))), doubt]).await?;
+        if kept.is_none() && !shared.create_authority(authority.export()?.as_bytes()).await? {
+            return Err(refuse("another cluster was made there meanwhile"));
+        }
+        let records = kept_records(&self.backup.records);
+        let records = records.map(|(key, value)| (key.clone(), Some(value.clone()))).collect();
+        held.replace_all(records, &marks).await?;
+        Authority::import(self.dir, authority.export()?.as_bytes(), Lifetimes::default())?;
+        held.store.put_all(vec![(filling.key(), None)]).await?;
+        Ok(is_over_others.then_some(aside))
+    }
+
+    /// The authority of the engine, which may have been rotated since; else that of the directory, or of the backup.
+    fn authority(&self, kept: Option<&[u8]>) -> Result<Authority, Error> {
+        let lifetimes = Lifetimes::default();
+        let own = match Authority::load(self.dir, lifetimes) {
+            Err(quoin_identity::Error::NotJoined { .. }) => None,
+            loaded => Some(loaded?),
+        };
+        let authority = match (kept, own, &self.backup.authority) {
+            (Some(kept), _, _) => Authority::parse(kept, lifetimes)?,
+            (None, Some(own), _) => own,
+            (None, None, Some(told)) => Authority::parse(told.as_bytes(), lifetimes)?,
+            (None, None, None) => return Err(left_out(self.dir)),
+        };
+        match authority.cluster().to_string() == self.backup.header.cluster_id {
+            true => Ok(authority),
+            false => Err(refuse(format!(
+                "it is of cluster {}, and {} or {} has the authority of cluster {}",
+                self.backup.header.cluster_id,
+                self.place,
+                self.dir.display(),
+                authority.cluster()
+            ))),
+        }
+    }
+}
+
+fn left_out(dir: &Path) -> Error {
+    refuse(format!(
+        "the cluster's authority was left out of it: put {AUTHORITY_FILE} of the former controller into {} \
+         first",
+        dir.display()
+    ))
+}
+
+/// Records of a backup that are restored.
+fn kept_records(records: &[(String, Vec<u8>)]) -> impl Iterator<Item = &(String, Vec<u8>)> {
+    // The record of a superseded term is about the former controller: this one begins its own term. So is what
+    // is said of the place of the records. Tokens are left out, because some may have been used or revoked since
+    // the backup.
+    let left_out = [
+        SupersededRecord::PREFIX,
+        TokenRecord::PREFIX,
+        MoveRecord::PREFIX,
+        RecoveryRecord::PREFIX,
+    ];
+    records.iter().filter(move |(key, _)| !left_out.iter().any(|prefix| key.starts_with(prefix)))
 }
 
 /// Path of the records while a restore makes them. A restore that was cut short leaves this file:
@@ -299,15 +431,9 @@ pub(crate) async fn doubted_records(
 
 async fn write_records(path: &Path, records: &[(String, Vec<u8>)], why: &str) -> Result<(), Error> {
     let store = Embedded::open(path)?;
-    let doubt = RecoveryRecord { why: why.to_owned(), since_ms: now_ms() };
-    let mark = (doubt.key(), quoin_cluster::records::encode(&doubt));
-    // The record of a superseded term is about the former controller: this one begins its own term.
-    // Tokens are left out, because some may have been used or revoked since the backup.
-    let left_out = [SupersededRecord::PREFIX, TokenRecord::PREFIX];
-    let is_kept =
-        |key: &str| key != mark.0 && !left_out.iter().any(|prefix| key.starts_with(prefix));
-    let others = records.iter().filter(|(key, _)| is_kept(key));
-    for (key, value) in others.chain([&mark]) {
+    let (key, value) = doubt(why);
+    let mark = (key, value.expect("a record that is written"));
+    for (key, value) in kept_records(records).chain([&mark]) {
         match store.compare_and_swap(key, 0, Some(value.clone())).await? {
             Swap::Done(_) => {}
             Swap::Conflict(_) => return Err(refuse(format!("record {key} is there twice"))),

@@ -2,6 +2,8 @@
 
 pub mod backup;
 pub mod kept_backups;
+pub(crate) mod moving;
+pub(crate) mod offline;
 pub(crate) mod recovery;
 pub mod salvage;
 pub(crate) mod scheduled_backup;

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use quoin_cluster::records::{
-    Concerned, Record, RecoveryRecord, SupersededRecord, TermRecord, Text, decode, encode,
+    Concerned, Record, SupersededRecord, TermRecord, Text, decode,
 };
 use quoin_identity::{Peer, Proven};
 use quoin_types::term::TermOrder;
@@ -21,9 +21,10 @@ use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
 use crate::Error;
+use crate::disaster::offline::{Offline, check_is_here, doubt};
 use crate::files::RECORDS_FILE;
 use crate::state::events::{Object, Severity};
-use crate::state::store::{Embedded, Store, StoreError, Swap};
+use crate::state::store::{Records, Store, StoreError, Swap};
 use crate::state::{State, random_id};
 use crate::time::now_ms;
 
@@ -181,12 +182,19 @@ impl Terms {
 /// what the pools hold, in a term of its own. Gives the term that ended it.
 ///
 /// # Errors
-/// Where it was not superseded, or runs.
-pub async fn let_recover(dir: &Path) -> Result<Term, Error> {
-    if !dir.join(RECORDS_FILE).exists() {
+/// Where it was not superseded, or runs, or its records have moved.
+pub async fn let_recover(dir: &Path, records: &Records) -> Result<Term, Error> {
+    if matches!(records, Records::Embedded) && !dir.join(RECORDS_FILE).exists() {
         return Err(Error::NotInitialised(dir.to_owned()));
     }
-    let store = Embedded::open(&dir.join(RECORDS_FILE))?;
+    let held = Offline::take(records, dir).await?;
+    let outcome = let_recover_in(dir, &*held.store).await;
+    held.release().await;
+    outcome
+}
+
+async fn let_recover_in(dir: &Path, store: &dyn Store) -> Result<Term, Error> {
+    check_is_here(store).await?;
     let key = SupersededRecord::key_of(SupersededRecord::NAME);
     let Some(entry) = store.get(&key).await? else {
         return Err(Error::Precondition(format!(
@@ -197,10 +205,8 @@ pub async fn let_recover(dir: &Path) -> Result<Term, Error> {
     };
     let unreadable = |reason| StoreError::Record { key: key.clone(), reason };
     let by = decode::<SupersededRecord>(&entry.value).map_err(unreadable)?.by();
-    let why = format!("a controller of term {by} took its place");
-    let doubt = RecoveryRecord { why, since_ms: now_ms() };
     // The doubt first: a crash in between leaves a controller that is ended still.
-    store.put_all(vec![(doubt.key(), Some(encode(&doubt)))]).await?;
+    store.put_all(vec![doubt(&format!("a controller of term {by} took its place"))]).await?;
     match store.compare_and_swap(&key, entry.revision, None).await? {
         Swap::Done(_) => Ok(by),
         Swap::Conflict(_) => Err(StoreError::Contended { key, tries: 1 }.into()),

@@ -17,8 +17,9 @@ pub(crate) mod table;
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
-use quoin_api::control::VolumeRef;
+use quoin_api::control::{RecordsStore, VolumeRef};
 use quoin_cluster::ownership::change;
 use quoin_cluster::ownership::epochs::is_written;
 use quoin_cluster::records::{
@@ -38,7 +39,7 @@ use crate::state::mirrored::Mirrored;
 use crate::state::observed::Observed;
 use crate::state::own_term::OwnTerm;
 use crate::state::snapshot_tables::SnapshotTables;
-use crate::state::store::{Store, Watched, Writes};
+use crate::state::store::{LeaseHeld, Store, Watched, Writes};
 use crate::state::table::Table;
 use crate::volume::policy::ReplaceAfter;
 
@@ -78,6 +79,30 @@ impl Storage {
         let writes = Arc::new(Writes::default());
         let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
         Self { store, writes, opened_again: AtomicU64::new(0) }
+    }
+
+    /// Time since the store answered, a renewal of its lease included.
+    pub(crate) fn since_answer(&self, lease: Option<&LeaseHeld>) -> Option<Duration> {
+        let renewed = lease.map(|lease| lease.since_renewal);
+        [self.writes.latency().since_answer(), renewed].into_iter().flatten().min()
+    }
+
+    /// What people are told of it.
+    pub(crate) fn shown(&self) -> RecordsStore {
+        let about = self.store.about();
+        let lease = about.lease.as_ref();
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        RecordsStore {
+            engine: about.engine.to_owned(),
+            place: about.place,
+            leader: lease.map(|lease| lease.holder.clone()).unwrap_or_default(),
+            lease_ms: lease.map_or(0, |lease| ms(lease.lasts)),
+            lease_left_ms: lease.map_or(0, |lease| ms(lease.left())),
+            latency_us: self.writes.latency().last().map_or(0, us),
+            answered_ms: self.since_answer(lease).map_or(0, ms),
+            failing: self.writes.latency().failing().unwrap_or_default(),
+        }
     }
 
     /// Returns whether the store was opened again since the last call.

@@ -120,6 +120,7 @@ impl Metrics {
                 "Commits of records: of one each, or of several events",
                 writes,
             );
+            records(&controller, &mut registry);
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
             mirrors(&controller, &mut registry);
@@ -142,6 +143,63 @@ impl Metrics {
         let _ = encode(&mut text, &registry);
         text
     }
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfStore {
+    engine: String,
+    leader: String,
+}
+
+/// The store of the records: who rules by it, its lease, and how it answers.
+fn records(controller: &Controller, registry: &mut Registry) {
+    let storage = &controller.state.storage;
+    let about = storage.store.about();
+    let leader = about.lease.as_ref().map(|lease| lease.holder.clone()).unwrap_or_default();
+    let family = Family::<OfStore, Gauge>::default();
+    family.get_or_create(&OfStore { engine: about.engine.to_owned(), leader }).set(1);
+    let help = "1 for the store of the records, and the controller that rules by it";
+    registry.register("records_store", help, family);
+    let term = Gauge::<i64>::default();
+    term.set(i64::try_from(controller.state.term().number).unwrap_or(i64::MAX));
+    registry.register("term", "Term in which the controller rules", term);
+    let gauge = |value: f64| {
+        let gauge = Seconds::default();
+        gauge.set(value);
+        gauge
+    };
+    if let Some(lease) = &about.lease {
+        let help = "How long the lease of the records lasts without a renewal";
+        registry.register_with_unit(
+            "records_lease",
+            help,
+            Unit::Seconds,
+            gauge(lease.lasts.as_secs_f64()),
+        );
+        let help = "Time until the lease of the records ends, unless it is renewed";
+        registry.register_with_unit(
+            "records_lease_left",
+            help,
+            Unit::Seconds,
+            gauge(lease.left().as_secs_f64()),
+        );
+    }
+    if let Some(since) = storage.since_answer(about.lease.as_ref()) {
+        let help = "Time since the store of the records last answered";
+        let since = gauge(since.as_secs_f64());
+        registry.register_with_unit("records_answer_age", help, Unit::Seconds, since);
+    }
+    let latency = storage.writes.latency();
+    if let Some(last) = latency.last() {
+        let help = "Latency of the last call that the store of the records answered";
+        let last = gauge(last.as_secs_f64());
+        registry.register_with_unit("records_last_call", help, Unit::Seconds, last);
+    }
+    let [reads, writes] = latency.histograms();
+    let help = "Latency of reads of records that were answered";
+    registry.register_with_unit("records_read", help, Unit::Seconds, reads);
+    let help = "Latency of changes of records that were answered";
+    registry.register_with_unit("records_write", help, Unit::Seconds, writes);
 }
 
 fn backups(record: &BackupRecord, registry: &mut Registry) {

@@ -24,7 +24,7 @@ use crate::size::number_within;
 #[derive(Subcommand)]
 pub enum ControllerCommand {
     /// Make a cluster: its records, its certificate authority and a first join token. Where the records of
-    /// one are in etcd already, this host gets another controller of that cluster.
+    /// one are in etcd or Kubernetes already, this host gets another controller of that cluster.
     #[command(
         after_help = "Examples:\n  quoin controller init --state /var/lib/quoin/controller\n  \
         quoin controller run --state /var/lib/quoin/controller\n\n  \
@@ -59,20 +59,28 @@ pub enum ControllerCommand {
         )
     )]
     Backup(salvage::BackupOptions),
-    /// Make a controller's directory from a backup. The controller must be stopped; afterwards its
-    /// records do not rule before `recover`.
+    /// Make a controller's directory and its records from a backup, in any store. All controllers must be stopped;
+    /// afterwards the records do not rule before `recover`.
     #[command(
         after_help = "Example:\n  quoin controller restore /backup/quoin-2026-11-20 --state \
         /var/lib/quoin/controller"
     )]
-    Restore(salvage::RestoreOptions),
+    Restore(Box<salvage::RestoreOptions>),
     /// Make the records agree with what the pools hold: after they were lost, after an old copy of
     /// them was restored, and wherever an event says ControlPlaneBehind or RecordsBehind.
     #[command(
         after_help = "Example:\n  quoin controller recover --dry-run    what each pool says, what \
         would be written\n  quoin controller recover"
     )]
-    Recover(salvage::RecoverOptions),
+    Recover(Box<salvage::RecoverOptions>),
+    /// Move the records to another store, and the right to rule with them: they begin a term there, and the former
+    /// copy rules no more. All controllers must be stopped; IO goes on meanwhile. Where it is cut short, repeat it.
+    #[command(
+        after_help = "Examples:\n  quoin controller move-store --state /var/lib/quoin/controller --to etcd \\\n      \
+        --etcd-endpoints http://etcd-1:2379,http://etcd-2:2379,http://etcd-3:2379\n  \
+        quoin controller move-store --state /var/lib/quoin/controller --store kubernetes --to embedded"
+    )]
+    MoveStore(Box<salvage::MoveStoreOptions>),
 }
 
 /// For trying out within seconds what otherwise takes weeks, so nobody is shown it.
@@ -253,7 +261,10 @@ async fn made(
     let made = match (records, records_lost) {
         (Records::Embedded, true) => quoin_control::init_again(state, lifetimes).await?,
         (Records::Embedded, false) => quoin_control::init(state, lifetimes).await?,
-        (Records::Shared(_), true) => anyhow::bail!("--records-lost is for the embedded store"),
+        (Records::Shared(shared), true) => {
+            let cluster = quoin_control::join_again(state, &shared, lifetimes).await?;
+            return Ok(MadeView { records_lost: true, ..view(cluster.to_string()) });
+        }
         (Records::Shared(shared), false) => {
             match quoin_control::join_controllers(state, &shared, lifetimes).await? {
                 JoinedControllers::Made(made) => made,
@@ -277,10 +288,13 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             one_thread()?.block_on(salvage::backup(&options, client, format))
         }
         ControllerCommand::Restore(options) => {
-            one_thread()?.block_on(salvage::restore(&options, format))
+            one_thread()?.block_on(salvage::restore(*options, format))
         }
         ControllerCommand::Recover(options) => {
-            one_thread()?.block_on(salvage::recover(options, client, format))
+            one_thread()?.block_on(salvage::recover(*options, client, format))
+        }
+        ControllerCommand::MoveStore(options) => {
+            one_thread()?.block_on(salvage::move_store(*options, format))
         }
         ControllerCommand::Init { state, records_lost, records, lifetime } => {
             let view =

@@ -68,8 +68,9 @@ pub struct RecordsOptions {
     lease: LeaseTimes,
 }
 
+/// A store of records.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum StoreKind {
+pub enum StoreKind {
     Embedded,
     Etcd,
     Kubernetes,
@@ -79,7 +80,16 @@ impl RecordsOptions {
     /// # Errors
     /// Nothing says where Kubernetes' API is.
     pub fn records(self) -> Result<Records, ApiError> {
-        let engine = match self.store {
+        let kind = self.store;
+        self.records_in(kind)
+    }
+
+    /// The records in a store of another kind than that of `--store`.
+    ///
+    /// # Errors
+    /// Nothing says where Kubernetes' API is.
+    pub fn records_in(self, kind: StoreKind) -> Result<Records, ApiError> {
+        let engine = match kind {
             StoreKind::Embedded => return Ok(Records::Embedded),
             StoreKind::Etcd => Engine::Etcd(EtcdOptions {
                 endpoints: self.etcd_endpoints,

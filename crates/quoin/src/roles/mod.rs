@@ -18,6 +18,7 @@ mod topology;
 
 pub use attach::{AttachOptions, HolderOptions, hold, run as attach};
 pub use controller::{ControllerCommand, LifetimeOptions, run as controller};
+pub use controller_records::{RecordsOptions, StoreKind};
 pub use healing::HealingOptions;
 pub use join::{JoinOptions, join};
 pub use mirror::{MirrorOptions, run as mirror};

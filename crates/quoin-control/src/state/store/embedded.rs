@@ -23,7 +23,7 @@ use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageErro
 use redb::{Table, TableDefinition, TableError};
 use tokio::sync::{broadcast, oneshot};
 
-use super::{Change, Entry, Put, Store, StoreError, Swap};
+use super::{About, Change, Entry, Put, Store, StoreError, Swap};
 
 const RECORDS: TableDefinition<&str, (u64, &[u8])> = TableDefinition::new("records");
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
@@ -449,6 +449,10 @@ impl Store for Embedded {
 
     fn watch(&self) -> broadcast::Receiver<Change> {
         self.0.changes.subscribe()
+    }
+
+    fn about(&self) -> About {
+        About { engine: "embedded", place: self.0.path.display().to_string(), lease: None }
     }
 
     fn opened_again(&self) -> u64 {

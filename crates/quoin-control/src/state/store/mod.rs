@@ -8,7 +8,10 @@
 mod embedded;
 mod etcd;
 mod kubernetes;
+mod latency;
 mod rule;
+mod shared;
+mod watched;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,7 +23,9 @@ use tokio::sync::broadcast;
 pub use embedded::Embedded;
 pub use etcd::{Etcd, EtcdOptions};
 pub use kubernetes::{Kubernetes, KubernetesStoreOptions};
+pub use latency::Latency;
 pub use rule::{LeaseTimes, Rule, campaign, keep_ruling, release};
+pub use watched::{Watched, Writes};
 
 /// One record as the store has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -48,6 +53,34 @@ pub type Put = (String, Option<Vec<u8>>);
 pub struct Change {
     pub key: String,
     pub revision: u64,
+}
+
+/// What people are told of a store.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct About {
+    /// `embedded`, `etcd` or `kubernetes`.
+    pub engine: &'static str,
+    /// The file, or the server that is asked.
+    pub place: String,
+    /// `None`: no controller rules by a lease.
+    pub lease: Option<LeaseHeld>,
+}
+
+/// A lease of this controller.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LeaseHeld {
+    /// Name of this controller.
+    pub holder: String,
+    pub lasts: Duration,
+    pub since_renewal: Duration,
+}
+
+impl LeaseHeld {
+    /// Time until it ends, unless it is renewed.
+    #[must_use]
+    pub fn left(&self) -> Duration {
+        self.lasts.saturating_sub(self.since_renewal)
+    }
 }
 
 /// A linearizable store of records.
@@ -78,6 +111,10 @@ pub trait Store: Send + Sync + 'static {
     /// How often the records were opened again after a call failed.
     fn opened_again(&self) -> u64 {
         0
+    }
+
+    fn about(&self) -> About {
+        About::default()
     }
 
     /// # Errors
@@ -124,6 +161,16 @@ pub trait SharedStore: Store {
     fn server(&self) -> String;
 }
 
+/// Where the records lie.
+#[derive(Clone, Debug, Default)]
+pub enum Records {
+    /// In the controller's directory: it is the only controller.
+    #[default]
+    Embedded,
+    /// In an engine that several controllers share, of which one rules.
+    Shared(SharedOptions),
+}
+
 /// Where controllers share their records, and under which lease one of them rules.
 #[derive(Clone, Debug)]
 pub struct SharedOptions {
@@ -161,6 +208,16 @@ impl Engine {
 }
 
 impl SharedOptions {
+    /// In words.
+    #[must_use]
+    pub fn place(&self) -> String {
+        let at = self.engine.place();
+        match &self.engine {
+            Engine::Etcd(_) => format!("etcd below {at}"),
+            Engine::Kubernetes(_) => format!("kubernetes as {at}"),
+        }
+    }
+
     /// Opens the store; nothing need answer yet.
     ///
     /// # Errors
@@ -174,92 +231,6 @@ impl SharedOptions {
                 Arc::new(Kubernetes::new(options, self.times, controller)?)
             }
         })
-    }
-}
-
-/// How often was written, and how that went last, for the controller's health and metrics.
-#[derive(Default, Debug)]
-pub struct Writes {
-    failed: std::sync::Mutex<Option<String>>,
-    done: std::sync::atomic::AtomicU64,
-}
-
-impl Writes {
-    /// # Errors
-    /// Returns the error of the last write.
-    pub fn check(&self) -> Result<(), String> {
-        match &*self.failed.lock().expect("no holder of this lock panics") {
-            Some(why) => Err(why.clone()),
-            None => Ok(()),
-        }
-    }
-
-    /// Writes since the start: of one record each, or of several events.
-    pub fn count(&self) -> u64 {
-        self.done.load(std::sync::atomic::Ordering::Relaxed)
-    }
-
-    fn note<T>(&self, outcome: &Result<T, StoreError>, committed: bool) {
-        let commits = u64::from(committed);
-        self.done.fetch_add(commits, std::sync::atomic::Ordering::Relaxed);
-        let why = outcome.as_ref().err().map(ToString::to_string);
-        *self.failed.lock().expect("no holder of this lock panics") = why;
-    }
-}
-
-/// A store whose failures to write are noted; a later success clears the note.
-pub struct Watched {
-    inner: Arc<dyn Store>,
-    writes: Arc<Writes>,
-}
-
-impl Watched {
-    pub fn new(inner: Arc<dyn Store>, writes: Arc<Writes>) -> Self {
-        Self { inner, writes }
-    }
-}
-
-#[async_trait]
-impl Store for Watched {
-    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
-        self.inner.get(key).await
-    }
-
-    async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
-        self.inner.list(prefix).await
-    }
-
-    async fn compare_and_swap(
-        &self,
-        key: &str,
-        expected: u64,
-        value: Option<Vec<u8>>,
-    ) -> Result<Swap, StoreError> {
-        let outcome = self.inner.compare_and_swap(key, expected, value).await;
-        self.writes.note(&outcome, matches!(outcome, Ok(Swap::Done(_))));
-        outcome
-    }
-
-    async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError> {
-        let outcome = self.inner.put_all(records).await;
-        self.writes.note(&outcome, outcome.is_ok());
-        outcome
-    }
-
-    fn watch(&self) -> broadcast::Receiver<Change> {
-        self.inner.watch()
-    }
-
-    fn opened_again(&self) -> u64 {
-        self.inner.opened_again()
-    }
-
-    fn check_rule(&self) -> Result<(), StoreError> {
-        self.inner.check_rule()
-    }
-
-    async fn keep_authority(&self, authority: Vec<u8>) -> Result<(), StoreError> {
-        self.inner.keep_authority(authority).await
     }
 }
 

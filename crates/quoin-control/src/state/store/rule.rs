@@ -77,6 +77,10 @@ impl Rule {
         self.0.number
     }
 
+    pub(super) fn lasts(&self) -> Duration {
+        self.0.times.lasts
+    }
+
     /// Time since the last renewal.
     #[must_use]
     pub fn since_renewal(&self) -> Duration {

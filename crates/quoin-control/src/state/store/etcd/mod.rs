@@ -8,7 +8,7 @@
 mod client;
 
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -22,11 +22,12 @@ use quoin_api::etcd::{
 use tokio::sync::broadcast;
 use tokio::time::Instant;
 
-use super::{Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap};
+use super::shared::Ruling;
+use super::{
+    About, Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap,
+};
 use client::Client;
 
-/// Changes that a slow follower may lag behind before it must list anew.
-const WATCH_CHANGES: usize = 1024;
 /// Records of one answer.
 const PAGE_RECORDS: i64 = 256;
 /// Changes of one transaction: etcd takes 128 by default.
@@ -55,11 +56,9 @@ pub struct Etcd {
     client: Client,
     prefix: String,
     times: LeaseTimes,
-    controller: String,
-    /// Rule of this controller with its lease in etcd; `None`: no controller rules by this store, and all
-    /// changes are free.
-    rule: Mutex<Option<(Rule, i64)>>,
-    changes: broadcast::Sender<Change>,
+    ruling: Ruling,
+    /// Lease of this controller in etcd; 0: it has none.
+    lease: AtomicI64,
 }
 
 impl Etcd {
@@ -85,9 +84,8 @@ impl Etcd {
             client: Client::new(options)?,
             prefix: prefix.to_owned(),
             times,
-            controller,
-            rule: Mutex::default(),
-            changes: broadcast::channel(WATCH_CHANGES).0,
+            ruling: Ruling::new(controller),
+            lease: AtomicI64::new(0),
         })
     }
 
@@ -101,14 +99,6 @@ impl Etcd {
 
     fn authority_key(&self) -> Vec<u8> {
         format!("{}/authority", self.prefix).into_bytes()
-    }
-
-    fn rule(&self) -> Option<Rule> {
-        self.rule_and_lease().map(|(rule, _)| rule)
-    }
-
-    fn rule_and_lease(&self) -> Option<(Rule, i64)> {
-        self.rule.lock().expect("no holder of this lock panics").clone()
     }
 
     fn entry(&self, found: &KeyValue) -> Result<Entry, StoreError> {
@@ -125,7 +115,7 @@ impl Etcd {
 
     /// The comparison of each change beside that of its record: this controller rules.
     fn fence(&self) -> Option<Compare> {
-        self.rule().map(|rule| Compare {
+        self.ruling.rule().map(|rule| Compare {
             result: CompareResult::Equal.into(),
             target: CompareTarget::Create.into(),
             key: self.leader_key(),
@@ -136,7 +126,7 @@ impl Etcd {
     /// # Errors
     /// Another controller rules: this one's rule ends.
     fn check_fence(&self, leader: Option<&KeyValue>) -> Result<(), StoreError> {
-        let Some(rule) = self.rule() else { return Ok(()) };
+        let Some(rule) = self.ruling.rule() else { return Ok(()) };
         if leader.is_some_and(|leader| leader.create_revision == rule.number()) {
             return Ok(());
         }
@@ -243,7 +233,7 @@ impl Store for Etcd {
         let mut answer = self.client.transact(request).await?;
         if answer.succeeded {
             let revision = revision(&answer);
-            let _ = self.changes.send(Change { key: key.to_owned(), revision });
+            self.ruling.tell(key, revision);
             return Ok(Swap::Done(revision));
         }
         self.check_fence(found(&mut answer, 1).as_ref())?;
@@ -279,18 +269,23 @@ impl Store for Etcd {
             }
             let revision = revision(&answer);
             for (key, _) in chunk {
-                let _ = self.changes.send(Change { key: key.clone(), revision });
+                self.ruling.tell(key, revision);
             }
         }
         Ok(())
     }
 
     fn watch(&self) -> broadcast::Receiver<Change> {
-        self.changes.subscribe()
+        self.ruling.follow()
+    }
+
+    fn about(&self) -> About {
+        let place = self.client.member().to_owned();
+        About { engine: "etcd", place, lease: self.ruling.lease() }
     }
 
     fn check_rule(&self) -> Result<(), StoreError> {
-        self.rule().map_or(Ok(()), |rule| rule.check())
+        self.ruling.check()
     }
 
     async fn keep_authority(&self, authority: Vec<u8>) -> Result<(), StoreError> {
@@ -337,7 +332,7 @@ impl SharedStore for Etcd {
         let lease = self.client.grant_lease(seconds).await?;
         let request = TxnRequest {
             compare: vec![is_at(key.clone(), 0)],
-            success: vec![put(key, self.controller.as_bytes().to_vec(), lease)],
+            success: vec![put(key, self.ruling.controller().as_bytes().to_vec(), lease)],
             failure: Vec::new(),
         };
         let answer = self.client.transact(request).await;
@@ -348,12 +343,13 @@ impl SharedStore for Etcd {
             return answer.map(|_| Err("another one".to_owned()));
         }
         let rule = Rule::begin(revision(&answer?) as i64, self.times, asked);
-        *self.rule.lock().expect("no holder of this lock panics") = Some((rule.clone(), lease));
+        self.lease.store(lease, Ordering::Relaxed);
+        self.ruling.begin(&rule);
         Ok(Ok(rule))
     }
 
     async fn renew(&self, rule: &Rule) -> Result<bool, StoreError> {
-        let Some((_, lease)) = self.rule_and_lease() else { return Ok(false) };
+        let lease = self.lease.load(Ordering::Relaxed);
         let is_alive = self.client.renew_lease(lease).await?;
         // The key may be gone while its lease lives: a copy of etcd was restored.
         let leader = self.get_raw(self.leader_key()).await?;
@@ -361,8 +357,10 @@ impl SharedStore for Etcd {
     }
 
     async fn give_up(&self, _rule: &Rule) -> Result<(), StoreError> {
-        let Some((_, lease)) = self.rule_and_lease() else { return Ok(()) };
-        self.client.revoke_lease(lease).await
+        match self.lease.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            lease => self.client.revoke_lease(lease).await,
+        }
     }
 
     fn look_every(&self) -> Duration {

@@ -12,12 +12,11 @@ use super::KubernetesStoreOptions;
 use super::client::{Changed, Client, Event, Kind};
 use super::lease::LeaseObject;
 use super::objects::{Record, Secret, kind_of, record_name, revision, secret_name};
+use crate::state::store::shared::Ruling;
 use crate::state::store::{
-    Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap,
+    About, Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap,
 };
 
-/// Changes that a slow follower may lag behind before it must list anew.
-const WATCH_CHANGES: usize = 1024;
 /// Records that are written at the same time, where the order is free.
 const PUTS_AT_ONCE: usize = 8;
 /// A record that others keep changing is given up after so many tries.
@@ -32,11 +31,9 @@ pub struct Kubernetes {
     client: Client,
     cluster: String,
     lease: LeaseObject,
-    /// Rule of this controller; `None`: no controller rules by this store, and all changes are free.
-    rule: Mutex<Option<Rule>>,
+    ruling: Ruling,
     /// Objects that this controller deletes, by name, until the watch told of it.
     deleted: Mutex<BTreeMap<String, u32>>,
-    changes: broadcast::Sender<Change>,
 }
 
 impl Kubernetes {
@@ -53,18 +50,13 @@ impl Kubernetes {
             client: Client::new(options)?,
             cluster: options.cluster.clone(),
             lease: LeaseObject::new(&options.cluster, times, &controller),
-            rule: Mutex::default(),
+            ruling: Ruling::new(controller),
             deleted: Mutex::default(),
-            changes: broadcast::channel(WATCH_CHANGES).0,
         })
     }
 
-    fn rule(&self) -> Option<Rule> {
-        self.rule.lock().expect("no holder of this lock panics").clone()
-    }
-
     fn rule_number(&self) -> i64 {
-        self.rule().map_or(0, |rule| rule.number())
+        self.ruling.rule().map_or(0, |rule| rule.number())
     }
 
     /// Notes that the watch told of a deletion of this controller, or that there was none. Returns false where
@@ -221,7 +213,7 @@ impl Store for Kubernetes {
             }
         };
         let Some(revision) = revision else { return Ok(Swap::Conflict(self.get(key).await?)) };
-        let _ = self.changes.send(Change { key: key.to_owned(), revision });
+        self.ruling.tell(key, revision);
         Ok(Swap::Done(revision))
     }
 
@@ -233,7 +225,7 @@ impl Store for Kubernetes {
         let mut written = futures::stream::iter(last)
             .map(|(key, value)| async move {
                 let revision = self.put(&key, value.as_deref()).await?;
-                let _ = self.changes.send(Change { key, revision });
+                self.ruling.tell(&key, revision);
                 Ok::<_, StoreError>(())
             })
             .buffer_unordered(PUTS_AT_ONCE);
@@ -244,11 +236,16 @@ impl Store for Kubernetes {
     }
 
     fn watch(&self) -> broadcast::Receiver<Change> {
-        self.changes.subscribe()
+        self.ruling.follow()
+    }
+
+    fn about(&self) -> About {
+        let place = self.client.server().to_owned();
+        About { engine: "kubernetes", place, lease: self.ruling.lease() }
     }
 
     fn check_rule(&self) -> Result<(), StoreError> {
-        self.rule().map_or(Ok(()), |rule| rule.check())
+        self.ruling.check()
     }
 
     async fn keep_authority(&self, authority: Vec<u8>) -> Result<(), StoreError> {
@@ -286,7 +283,7 @@ impl SharedStore for Kubernetes {
     async fn stand(&self) -> Result<Result<Rule, String>, StoreError> {
         let stood = self.lease.stand(&self.client).await?;
         if let Ok(rule) = &stood {
-            *self.rule.lock().expect("no holder of this lock panics") = Some(rule.clone());
+            self.ruling.begin(rule);
         }
         Ok(stood)
     }
