@@ -500,6 +500,7 @@ async fn serve_on_sockets(
         None => None,
     };
     options.metrics.watch(&controller);
+    controller.state.begin_census();
     if let Some(kubernetes) = &options.kubernetes {
         let membership = &controller.membership;
         let new = || Arc::new(Kubernetes::new(kubernetes.clone()));
@@ -633,7 +634,20 @@ async fn tend(controller: Arc<Controller>) {
     });
     let lags = controller.mirror.driver.keep_counting();
     let comparisons = controller.mirror.driver.keep_comparing();
-    tokio::join!(certificates, events, records, absence, failover, peers, lags, comparisons);
+    let census = controller.state.end_census();
+    let old_records = controller.disaster.records.keep_recovering();
+    tokio::join!(
+        certificates,
+        events,
+        records,
+        absence,
+        failover,
+        peers,
+        lags,
+        comparisons,
+        census,
+        old_records
+    );
 }
 
 /// Does it at each tick, for ever; one that takes longer than a tick skips some.

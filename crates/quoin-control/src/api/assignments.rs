@@ -118,8 +118,8 @@ impl Assignments {
 
     /// All volumes that a node's target is to serve; the target closes others.
     pub fn of_node(&self, node: &str) -> NodeAssignment {
-        // Targets go on serving their volumes until the records rule again.
-        let rules = self.state.check_ruling().is_ok();
+        // Targets go on serving their volumes until the records rule.
+        let rules = self.state.orders_nodes();
         let volumes = match rules {
             true => self.state.volumes_of_node(node),
             false => Vec::new(),
@@ -367,7 +367,7 @@ impl NodeStream {
         let state = self.assignments.state.clone();
         let head = self.assignments.head_of_node(&self.node);
         let before = self.head.replace(head.clone());
-        let rules = state.check_ruling().is_ok();
+        let rules = state.orders_nodes();
         let ruled = std::mem::replace(&mut self.ruled, rules);
         let begins = before.is_none() || !ruled;
         if !rules {

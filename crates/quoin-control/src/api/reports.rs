@@ -19,6 +19,7 @@ use crate::mirror::driver::Mirrors;
 use crate::reconcile::absence::Absence;
 use crate::reconcile::dying::DyingPools;
 use crate::reconcile::lifecycle::Lifecycle;
+use crate::state::census::Doubt;
 use crate::state::events::{Object, Severity};
 use crate::state::observed::{
     ContentSeen, DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
@@ -40,6 +41,8 @@ const EVENTS_MAX: usize = 64;
 const TOPOLOGY_MAX: usize = 64;
 /// Addresses of one host.
 const ADDRESSES_MAX: usize = 256;
+/// No record changes so often while it is away.
+const CHANGES_AHEAD_MAX: u64 = 1 << 20;
 /// Reason of the event of a block without any good copy.
 const BLOCK_LOST: &str = "BlockLost";
 
@@ -156,6 +159,13 @@ impl Reports {
         let back = self.absence.ends("pool", &report.pool);
         let named: Vec<ReplicaGuid> = replicas.keys().copied().collect();
         let (taken, differing) = self.pool_seen(report, replicas, &removed, [error, warning]);
+        // A pool that is opening says that it lives, and nothing of what it holds.
+        let is_whole =
+            report.since == 0 && (report.start_counter != 0 || report.capacity_bytes != 0);
+        if is_whole && self.state.term.census.hears(&report.pool) {
+            self.look_for_newer_records(&report.pool);
+            self.state.look_at_census();
+        }
         if back && !report.leaving && report.error.is_empty() {
             let by = reporter(&about);
             let told = "it reports again";
@@ -696,6 +706,56 @@ impl Reports {
             let about = Object::new("replica", guid, pool);
             let by = format!("pool/{pool}");
             self.state.events.record_told(&by, Severity::Warning, about, "ReplicaUnknown", message);
+        }
+    }
+
+    /// Records of which a pool knows something newer are an old copy.
+    fn look_for_newer_records(&self, pool: &str) {
+        if self.state.check_ruling().is_err() || self.state.is_rolled_back(pool) {
+            return;
+        }
+        let (mut newer, mut unknown) = (Vec::new(), false);
+        {
+            let observed = self.state.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            for (guid, replica) in &seen.replicas {
+                if replica.state != ReplicaState::Present {
+                    continue;
+                }
+                let Some(volume) = self.state.volumes.get(&replica.volume.to_string()) else {
+                    unknown |= replica.quorum && replica.record_generation > 0;
+                    continue;
+                };
+                let generations = volume.generation + 1..=volume.generation + CHANGES_AHEAD_MAX;
+                let epoch = replica.promised.max(replica.position.epoch);
+                let is_ahead = volume.epoch() < epoch && has_replica(&volume, pool, *guid);
+                if is_ahead || generations.contains(&replica.record_generation) {
+                    newer.push(volume.spec.name.clone());
+                }
+            }
+        }
+        newer.sort();
+        let doubt = match newer.first() {
+            Some(first) => Doubt::Behind(format!(
+                "pool {pool} knows newer ones of {} volumes, {first} among them: they are an old copy",
+                newer.len()
+            )),
+            None if unknown => Doubt::Suspected,
+            None => return,
+        };
+        let message = match &doubt {
+            Doubt::Behind(why) => format!(
+                "the records do not rule, for {why}. They are recovered by themselves where no pool is \
+                 away and nothing is undecided; `quoin controller recover --dry-run` tells"
+            ),
+            _ => String::new(),
+        };
+        if self.state.term.census.doubts(doubt) {
+            if !message.is_empty() {
+                let cluster = Object::new("cluster", "", "");
+                self.state.events.record(Severity::Error, cluster, "RecordsBehind", message);
+            }
+            self.state.announce(&Concerned::Everybody);
         }
     }
 

@@ -1,6 +1,7 @@
 //! State of the cluster: the records with their store, what is observed, events, and changes of all
 //! of them. [`State`] is what all parts of the controller share.
 
+pub(crate) mod census;
 pub mod changes;
 pub mod events;
 mod fences;

@@ -10,6 +10,7 @@ use quoin_types::Term;
 use tokio::sync::watch;
 
 use crate::Error;
+use crate::state::census::Census;
 use crate::state::changes::Changes;
 use crate::state::store::{Store, StoreError};
 use crate::state::table::Table;
@@ -27,6 +28,7 @@ pub(crate) struct OwnTerm {
     /// A recovery is under way: pools are asked although they may know a higher term.
     pub(crate) recovering: AtomicBool,
     pub(crate) end: watch::Sender<Option<Term>>,
+    pub(crate) census: Census,
 }
 
 impl OwnTerm {
@@ -41,6 +43,7 @@ impl OwnTerm {
             signed: Mutex::default(),
             recovering: AtomicBool::new(false),
             end: watch::channel(end).0,
+            census: Census::default(),
         })
     }
 

@@ -86,8 +86,8 @@ impl Devices {
     /// Returns what the records have of the devices that a node reported just now, and records events of
     /// those that are dead.
     pub(crate) fn answer(&self, node: &str) -> DevicesAnswer {
-        // Records that do not rule may lack a volume, and where it is attached.
-        if self.state.check_ruling().is_err() {
+        // Records that do not order may lack a volume, and where it is attached.
+        if !self.state.orders_nodes() {
             return DevicesAnswer::default();
         }
         let devices = self.state.observed().nodes.get(node).map(|seen| seen.devices().to_vec());
@@ -188,8 +188,8 @@ impl Devices {
 
     /// Devices of a node that belong to an earlier use of their volume.
     pub(crate) fn served_elsewhere(&self, node: &str) -> Vec<ServedElsewhere> {
-        // Records that do not rule may not know which node had a volume last.
-        if self.state.check_ruling().is_err() {
+        // Records that do not order may not know which node had a volume last.
+        if !self.state.orders_nodes() {
             return Vec::new();
         }
         let observed = self.state.observed();

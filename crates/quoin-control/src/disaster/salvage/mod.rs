@@ -30,6 +30,7 @@ use crate::Error;
 use crate::membership::members::Members;
 use crate::membership::term::Terms;
 use crate::reconcile::lifecycle::Lifecycle;
+use crate::state::census::Doubt;
 use crate::state::events::{Object, Severity};
 use crate::state::{State, about};
 use crate::time::now_ms;
@@ -43,6 +44,8 @@ use quoin_cluster::records::{
 /// How long pools that are online are waited for.
 const POOLS_TELL_WITHIN: Duration = Duration::from_secs(15);
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Where a recovery without a person is not possible yet it is tried again.
+const AGAIN_AFTER: Duration = Duration::from_secs(5);
 
 /// Request of a person.
 #[derive(Clone, Debug, Default)]
@@ -263,6 +266,7 @@ impl Recoveries {
         crate::mirror::recovery::agree(&self.state).await?;
         let ruled = self.state.check_ruling().is_ok();
         self.state.term.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
+        self.state.term.census.clear();
         if !ruled {
             let count = recovered.findings.len();
             let message = format!("{count} volumes were compared with what the pools hold");
@@ -284,6 +288,61 @@ impl Recoveries {
         self.state.announce(&Concerned::Everybody);
         self.lifecycle.reconcile_all().await?;
         Ok(recovered)
+    }
+
+    /// Recovers records that pools know to be an old copy, wherever a dry run has no doubt. Never ends by itself.
+    pub(crate) async fn keep_recovering(&self) {
+        let mut doubts = self.state.term.census.doubt();
+        let mut told = String::new();
+        loop {
+            // The borrowed word is given back at once.
+            drop(doubts.wait_for(|doubt| *doubt != Doubt::None).await);
+            match self.recover_old().await {
+                Ok(None) => told.clear(),
+                Ok(Some(why)) => {
+                    if told != why {
+                        let message = format!(
+                            "the records are an old copy, and cannot be recovered without you: {why}. `quoin \
+                             controller recover --dry-run` tells; `quoin controller recover` makes them rule, \
+                             with --without POOL for each pool that is lost"
+                        );
+                        let cluster = Object::new("cluster", "", "");
+                        self.state.events.record(Severity::Error, cluster, "RecordsBehind", message);
+                        told = why;
+                    }
+                    tokio::time::sleep(AGAIN_AFTER).await;
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the old records are not recovered yet");
+                    tokio::time::sleep(AGAIN_AFTER).await;
+                }
+            }
+        }
+    }
+
+    /// Returns why a person has to decide; `None`: there is no doubt any more.
+    async fn recover_old(&self) -> Result<Option<String>, Error> {
+        let planned = self.recover(&RecoverRecords { dry_run: true, ..Default::default() }).await?;
+        let missing = planned.missing_pools.iter();
+        let missing = missing.map(|pool| format!("pool {pool} does not answer"));
+        let undecided = planned.findings.iter().map(|(finding, _)| finding);
+        let undecided = undecided.filter(|finding| finding.outcome == Outcome::Undecided);
+        let undecided =
+            undecided.map(|finding| format!("volume {}: {}", finding.name, finding.message));
+        let doubts: Vec<String> = missing.chain(undecided).collect();
+        let is_news = |outcome| {
+            matches!(outcome, Outcome::Created | Outcome::Updated | Outcome::Deleted)
+        };
+        let has_news = planned.findings.iter().any(|(finding, _)| is_news(finding.outcome));
+        let is_known = matches!(*self.state.term.census.doubt().borrow(), Doubt::Behind(_));
+        match doubts.is_empty() {
+            false if is_known => return Ok(Some(doubts.join("; "))),
+            // What is left of a volume is no reason to stop.
+            false => self.state.clear_doubt(),
+            true if has_news => drop(self.recover(&RecoverRecords::default()).await?),
+            true => self.state.clear_doubt(),
+        }
+        Ok(None)
     }
 
     /// Begins a term above all that the pools have heard of, and asks them again: each hears of the
