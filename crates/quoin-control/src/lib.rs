@@ -36,9 +36,9 @@ mod volume;
 mod waiting;
 
 pub use controller::Controller;
+pub use disaster::moving::{MovedRecords, move_records};
 pub use disaster::recovery::LEASES_OVER_AFTER;
 pub use disaster::scheduled_backup::BackupSchedule;
-pub use disaster::moving::{MovedRecords, move_records};
 pub use disaster::{backup, kept_backups, salvage};
 pub use error::Error;
 pub use kubernetes_api::{ApiError, ApiOptions};

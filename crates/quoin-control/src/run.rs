@@ -34,7 +34,8 @@ use crate::reconcile::work;
 use crate::settings::Settings;
 use crate::state::events::{Object, Severity};
 use crate::state::store::{
-    Embedded, Records, Rule, SharedOptions, SharedStore, Store, StoreError, campaign, keep_ruling, release,
+    Embedded, Records, Rule, SharedOptions, SharedStore, Store, StoreError, campaign, keep_ruling,
+    release,
 };
 use crate::status::metrics::Metrics;
 use crate::volume::policy::{RebalanceAt, ReplaceAfter};

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use quoin_api::control::{
-    ClusterInfo, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, RecordsStore,
-    Volume,
+    ClusterInfo, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool,
+    RecordsStore, Volume,
 };
 use serde::Serialize;
 

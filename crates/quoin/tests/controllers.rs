@@ -3,111 +3,16 @@
 use crate::common;
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::TcpStream;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{Cluster, Place, Process, User, eventually, free_port, signal};
 use quoin_testkit::kubernetes_api::KubernetesApi;
 
+use crate::support::etcd::Etcd;
 use crate::terms::{Writer, verify};
 
 const LEASE: [&str; 2] = ["--lease", "4s/3s/500ms"];
-
-/// Three members of an etcd cluster on this host.
-struct Etcd {
-    members: Vec<Option<Child>>,
-    arguments: Vec<Vec<String>>,
-    endpoints: String,
-    directory: std::path::PathBuf,
-}
-
-impl Etcd {
-    fn start(directory: &Path) -> Self {
-        std::fs::create_dir_all(directory).unwrap();
-        let ports: Vec<[u16; 2]> = (0..3).map(|_| [free_port(), free_port()]).collect();
-        let url = |port: u16| format!("http://127.0.0.1:{port}");
-        let peers: Vec<_> =
-            ports.iter().zip(0..).map(|(p, n)| format!("e{n}={}", url(p[1]))).collect();
-        let arguments = ports.iter().zip(0..).map(|([client, peer], n)| {
-            let pairs = [
-                ("name", format!("e{n}")),
-                ("data-dir", directory.join(format!("e{n}")).to_str().unwrap().to_owned()),
-                ("listen-client-urls", url(*client)),
-                ("advertise-client-urls", url(*client)),
-                ("listen-peer-urls", url(*peer)),
-                ("initial-advertise-peer-urls", url(*peer)),
-                ("initial-cluster", peers.join(",")),
-                ("initial-cluster-state", "new".to_owned()),
-            ];
-            pairs.into_iter().flat_map(|(name, value)| [format!("--{name}"), value]).collect()
-        });
-        let arguments: Vec<Vec<String>> = arguments.collect();
-        let endpoints: Vec<_> = ports.iter().map(|port| url(port[0])).collect();
-        let mut etcd = Self {
-            members: vec![None, None, None],
-            arguments,
-            endpoints: endpoints.join(","),
-            directory: directory.to_owned(),
-        };
-        (0..3).for_each(|member| etcd.run(member));
-        for port in &ports {
-            eventually("each member of etcd knows a majority", || {
-                is_healthy(port[0]).then_some(())
-            });
-        }
-        etcd
-    }
-
-    fn run(&mut self, member: usize) {
-        let log = self.directory.join(format!("e{member}.log"));
-        let log = std::fs::File::options().create(true).append(true).open(log).unwrap();
-        let started = Command::new("etcd")
-            .args(&self.arguments[member])
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .expect("etcd, of the package etcd-server");
-        self.members[member] = Some(started);
-    }
-
-    fn kill(&mut self, member: usize) {
-        let mut child = self.members[member].take().unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
-    }
-
-    fn signal(&self, member: usize, name: &str) {
-        signal(self.members[member].as_ref().unwrap().id(), name);
-    }
-
-    fn flags(&self) -> Vec<&str> {
-        vec!["--store", "etcd", "--etcd-endpoints", &self.endpoints]
-    }
-}
-
-fn is_healthy(port: u16) -> bool {
-    let ask = || {
-        let mut stream = TcpStream::connect(("127.0.0.1", port))?;
-        stream.write_all(b"GET /health HTTP/1.0\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok::<_, std::io::Error>(answer)
-    };
-    ask().is_ok_and(|answer| answer.contains("\"health\":\"true\""))
-}
-
-impl Drop for Etcd {
-    fn drop(&mut self) {
-        for child in self.members.iter_mut().flatten() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
 
 /// Two controllers, whose one rules.
 struct Two {

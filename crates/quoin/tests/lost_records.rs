@@ -509,7 +509,7 @@ fn event(cluster: &Cluster, reason: &str) -> Option<String> {
 }
 
 #[test]
-fn an_old_copy_of_the_records_is_detected_and_not_served_before_recovery() {
+fn an_old_copy_of_the_records_does_not_rule_and_is_recovered_by_itself_once_all_pools_are_there() {
     let mut cluster = cluster("byhand", 3);
     for (seed, name, replicas) in [(1, "db", "1"), (2, "dead", "3")] {
         create(&cluster, name, replicas);
@@ -533,21 +533,24 @@ fn an_old_copy_of_the_records_is_detected_and_not_served_before_recovery() {
     let before = memberships(&cluster);
 
     kill(&mut cluster, "controller");
+    kill(&mut cluster, "p3");
     std::fs::copy(&old, &records).unwrap();
     start_controller(&mut cluster);
     let reported = wait_for_event(&cluster, "RecordsBehind");
     assert!(reported.contains("quoin controller recover"), "{reported}");
-    // One replica is enough by that record; by that replica's own state it is not.
-    let reported = cluster.eventually("the target is told", || {
-        // Repeated: a second may pass before the controller has received the report.
-        cluster.quoin(&["volume", "attach", "db", "--nbd", "--timeout", "1"]);
-        event(&cluster, "ControlPlaneBehind")
+    // A pool that is away may know more: a person decides, or the pool comes back.
+    cluster.eventually("the pool is named", || {
+        let events = cluster.ok(&["events"]);
+        events.contains("without you: pool p3 does not answer").then_some(())
     });
-    assert!(reported.contains("quoin controller recover"), "{reported}");
-    let done = cluster.json(&["controller", "recover"]);
-    let found = outcomes(&done);
-    assert_eq!((found["db"].as_str(), found["dead"].as_str()), ("updated", "deleted"), "{done}");
-    eventually("the deleted one is gone", || (memberships(&cluster) == before).then_some(()));
+    let printed = refused(&cluster, &["volume", "list"]);
+    assert!(printed.contains("p1") || printed.contains("p2"), "{printed}");
+    assert!(printed.contains("quoin controller recover"), "{printed}");
+    start_pool(&mut cluster, "p3");
+    cluster.eventually("they are recovered, and the deleted one is gone", || {
+        let rules = cluster.quoin(&["volume", "list"]).status.success();
+        (rules && memberships(&cluster) == before).then_some(())
+    });
     let client = attach(&cluster, "db");
     verify(&client, 1, 2);
     write(&client, 1, 3);

@@ -66,6 +66,7 @@ mod shutdown;
 mod slow_replica;
 mod snapshot_contents;
 mod snapshots;
+mod stores;
 mod support_bundle;
 mod terms;
 mod unexpected_peers;

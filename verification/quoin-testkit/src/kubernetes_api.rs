@@ -39,6 +39,8 @@ struct Behaviour {
     is_away: bool,
     /// Answers to changes that are to be lost; the changes are made.
     lost_answers: u32,
+    /// Changes of records and secrets that are made before all others are refused; `None`: none is.
+    changes_left: Option<u32>,
     /// Rest of lists that were begun, by their tokens.
     pages: BTreeMap<String, (Vec<Value>, u64)>,
     calls: u64,
@@ -105,6 +107,12 @@ impl KubernetesApi {
     /// Makes the next changes, and loses the answers to them.
     pub fn lose_answers(&self, count: u32) {
         self.behaviour().lost_answers = count;
+    }
+
+    /// Makes so many more changes of records and secrets, and refuses all others: as where their writer was killed.
+    /// `None`: makes all again.
+    pub fn refuse_changes_after(&self, count: Option<u32>) {
+        self.behaviour().changes_left = count;
     }
 
     /// Forgets all changes of before: a watch or a page from there on is gone.
@@ -249,6 +257,20 @@ async fn answer(
         return follow(&shared, &collection, &query);
     }
     let is_change = method != Method::GET;
+    if is_change && !collection.ends_with("/leases") {
+        let mut behaviour = shared.behaviour.lock().expect("no holder of this lock panics");
+        match &mut behaviour.changes_left {
+            Some(0) => {
+                return status(
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "ServiceUnavailable",
+                    "no more changes",
+                );
+            }
+            Some(left) => *left -= 1,
+            None => {}
+        }
+    }
     let answered = match serve(&shared, &method, &collection, name, &query, &body) {
         Ok(value) => axum::Json(value).into_response(),
         Err(response) => return *response,

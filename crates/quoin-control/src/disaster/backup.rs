@@ -17,9 +17,9 @@ use std::sync::Arc;
 
 use quoin_cluster::records::{
     CordonRecord, EventRecord, FenceRecord, GroupRecord, MemberOfCluster, MirrorAddressRecord,
-    MirrorRecord, MoveRecord, MoveState, NameRecord, NodeRecord, PeerRecord, PoolRecord, Record, RecoveryRecord,
-    RevertRecord, ScheduleRecord, SnapshotName, SnapshotRecord, SupersededRecord, TermRecord,
-    Text, TokenRecord, VerifyRecord, VolumeGroupRecord, VolumeRecord, decode, encode,
+    MirrorRecord, MoveRecord, MoveState, NameRecord, NodeRecord, PeerRecord, PoolRecord, Record,
+    RecoveryRecord, RevertRecord, ScheduleRecord, SnapshotName, SnapshotRecord, SupersededRecord,
+    TermRecord, Text, TokenRecord, VerifyRecord, VolumeGroupRecord, VolumeRecord, decode, encode,
 };
 use quoin_identity::{Authority, ClusterId, Lifetimes, make_dir, write_private};
 use quoin_types::TermId;
@@ -398,12 +398,8 @@ fn kept_records(records: &[(String, Vec<u8>)]) -> impl Iterator<Item = &(String,
     // The record of a superseded term is about the former controller: this one begins its own term. So is what
     // is said of the place of the records. Tokens are left out, because some may have been used or revoked since
     // the backup.
-    let left_out = [
-        SupersededRecord::PREFIX,
-        TokenRecord::PREFIX,
-        MoveRecord::PREFIX,
-        RecoveryRecord::PREFIX,
-    ];
+    let left_out =
+        [SupersededRecord::PREFIX, TokenRecord::PREFIX, MoveRecord::PREFIX, RecoveryRecord::PREFIX];
     records.iter().filter(move |(key, _)| !left_out.iter().any(|prefix| key.starts_with(prefix)))
 }
 

@@ -9,7 +9,7 @@
 //!
 //! A copy of the source of before the move, which is brought back later, is of a former term: members end it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use quoin_cluster::records::{
     MoveRecord, MoveState, Record, SupersededRecord, TermRecord, Text, VolumeRecord, encode,
@@ -25,7 +25,7 @@ use crate::files::{
     RECORDS_FILE, close_to_others, is_initialised, mark_one_of_several, refuse_foreign,
 };
 use crate::state::random_id;
-use crate::state::store::{Put, Records, SharedStore, Store};
+use crate::state::store::{Put, Records, SharedStore};
 use crate::time::now_ms;
 
 /// Terms that a move skips: controllers on an old copy of the source begin terms of their own with each start, and
@@ -125,8 +125,7 @@ impl Moving<'_> {
                 MoveRecord { state, id, number, place: to.clone(), since_ms }
             }
         };
-        let filling =
-            MoveRecord { state: MoveState::Filling, place: from.clone(), ..mark.clone() };
+        let filling = MoveRecord { state: MoveState::Filling, place: from.clone(), ..mark.clone() };
         let term = TermRecord { number: mark.number, id: mark.id, since_ms: mark.since_ms };
         arriving.records.push((term.key(), Some(encode(&term))));
         let moved = MovedRecords {
@@ -137,11 +136,13 @@ impl Moving<'_> {
             to,
         };
         match self.to {
-            Records::Embedded => self.into_file(cut_short.is_some(), &mark, &filling, arriving).await?,
+            Records::Embedded => {
+                self.fill_file(cut_short.is_some(), &mark, &filling, arriving).await?
+            }
             Records::Shared(options) => {
                 let target = Offline::take(self.to, self.dir).await?;
                 let is_over = cut_short.is_some();
-                let outcome = self.into_engine(&target, is_over, &mark, &filling, arriving).await;
+                let outcome = self.fill_engine(&target, is_over, &mark, &filling, arriving).await;
                 target.release().await;
                 outcome?;
                 close_to_others(self.dir)?;
@@ -183,7 +184,7 @@ impl Moving<'_> {
         Ok(store.put_all(vec![(ended.key(), Some(encode(&ended)))]).await?)
     }
 
-    async fn into_engine(
+    async fn fill_engine(
         &self,
         target: &Offline,
         is_over: bool,
@@ -207,10 +208,11 @@ impl Moving<'_> {
             target.replace_all(arriving.records, &[filling.key()]).await?;
         }
         self.mark_source(mark).await?;
+        let is_of_this = there.as_ref().is_some_and(|there| there.id == mark.id);
         match there {
             // A repeat of what was completed.
             None if is_over && kept.is_some() => Ok(()),
-            there if is_over && there.is_none_or(|there| there.id != mark.id) => Err(lost_at(to)),
+            _ if is_over && !is_of_this => Err(lost_at(to)),
             _ => Ok(target.store.put_all(vec![(filling.key(), None)]).await?),
         }
     }
@@ -223,7 +225,7 @@ impl Moving<'_> {
         arriving: &Arriving,
     ) -> Result<(), Error> {
         if is_there {
-            // One that was there before may be older.
+            // The former one there may be older.
             return Ok(target.store.keep_authority(arriving.authority.clone()).await?);
         }
         if shared.create_authority(&arriving.authority).await? {
@@ -247,7 +249,7 @@ impl Moving<'_> {
         }
     }
 
-    async fn into_file(
+    async fn fill_file(
         &self,
         is_over: bool,
         mark: &MoveRecord,
@@ -302,7 +304,7 @@ impl Moving<'_> {
 }
 
 /// Returns true if the file holds the records of this move.
-async fn is_of(path: &PathBuf, mark: &MoveRecord) -> Result<bool, Error> {
+async fn is_of(path: &Path, mark: &MoveRecord) -> Result<bool, Error> {
     if !path.exists() {
         return Ok(false);
     }
@@ -321,4 +323,123 @@ fn lost_at(to: &str) -> Error {
     Error::Precondition(format!(
         "the records have moved to {to}, and are not there: restore a backup (`quoin controller restore`)"
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use quoin_testkit::kubernetes_api::KubernetesApi;
+
+    use super::*;
+    use crate::ApiOptions;
+    use crate::disaster::offline::check_is_here;
+    use crate::state::store::{Engine, KubernetesStoreOptions, LeaseTimes, SharedOptions};
+
+    fn in_kubernetes(api: &KubernetesApi, cluster: &str, token: &Path) -> Records {
+        let api = ApiOptions {
+            server: api.address(),
+            ca: PathBuf::new(),
+            token: token.to_owned(),
+            namespace: "quoin".to_owned(),
+        };
+        let cluster = cluster.to_owned();
+        let ms = Duration::from_millis;
+        let times = LeaseTimes { lasts: ms(2000), renew_within: ms(1000), retry: ms(100) };
+        let engine = Engine::Kubernetes(KubernetesStoreOptions { cluster, api });
+        Records::Shared(SharedOptions { engine, times, controller: "c-1".to_owned() })
+    }
+
+    /// Returns true if a controller would start there, and the records.
+    async fn look(records: &Records, dir: &Path) -> (bool, Vec<(String, Vec<u8>)>) {
+        if matches!(records, Records::Embedded) && !dir.join(RECORDS_FILE).exists() {
+            return (false, Vec::new());
+        }
+        let held = Offline::take(records, dir).await.unwrap();
+        let is_here = check_is_here(&*held.store).await.is_ok()
+            && check_not_superseded(&*held.store).await.is_ok();
+        let listed = held.store.list("").await.unwrap();
+        let authority = match held.shared() {
+            Some(shared) => shared.authority().await.unwrap().is_some(),
+            None => true,
+        };
+        held.release().await;
+        let changes = [TermRecord::PREFIX, MoveRecord::PREFIX, SupersededRecord::PREFIX];
+        let listed: Vec<_> = listed
+            .into_iter()
+            .filter(|entry| !changes.iter().any(|prefix| entry.key.starts_with(prefix)))
+            .map(|entry| (entry.key, entry.value))
+            .collect();
+        (is_here && authority && !listed.is_empty(), listed)
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_move_that_is_cut_at_any_write_never_leaves_two_that_rule_and_its_repeat_completes_it()
+     {
+        let (scratch, api) = (tempfile::tempdir().unwrap(), KubernetesApi::start());
+        let (dir, token) = (scratch.path().join("controller"), scratch.path().join("token"));
+        std::fs::write(&token, "of.the.pod").unwrap();
+        crate::init(&dir, Lifetimes::default()).await.unwrap();
+        let mut ends = [Records::Embedded, in_kubernetes(&api, "quoin", &token)];
+        {
+            let source = Offline::take(&ends[0], &dir).await.unwrap();
+            let some = (0..5).map(|n| (format!("cordon/p{n}"), Some(vec![n; 9]))).collect();
+            source.store.put_all(some).await.unwrap();
+        }
+        let (_, records) = look(&ends[0], &dir).await;
+        let (mut term, mut uncut) = (0, 0);
+        // Back and forth: one cut after the other, until it comes behind the last write of both directions.
+        for step in 0.. {
+            api.refuse_changes_after(Some(step / 2));
+            let cut = move_records(&dir, &ends[0], &ends[1], Lifetimes::default()).await;
+            api.refuse_changes_after(None);
+            uncut = if cut.is_ok() { uncut + 1 } else { 0 };
+            let [from, to] = [look(&ends[0], &dir).await.0, look(&ends[1], &dir).await.0];
+            assert!(!(from && to), "both rule after a cut at {step}: {cut:?}");
+            let moved = move_records(&dir, &ends[0], &ends[1], Lifetimes::default()).await;
+            let moved =
+                moved.unwrap_or_else(|error| panic!("repeated after {step}: {error}, {cut:?}"));
+            assert!(moved.term > term, "{moved:?}");
+            term = moved.term;
+            assert!(!look(&ends[0], &dir).await.0, "the former place rules after {step}");
+            assert_eq!(look(&ends[1], &dir).await, (true, records.clone()), "after {step}");
+            ends.reverse();
+            if uncut == 2 {
+                assert!(step > 20, "nothing was cut");
+                return;
+            }
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn records_move_over_no_others() {
+        let (scratch, api) = (tempfile::tempdir().unwrap(), KubernetesApi::start());
+        let token = scratch.path().join("token");
+        std::fs::write(&token, "of.the.pod").unwrap();
+        let [one, other] = ["one", "other"].map(|name| scratch.path().join(name));
+        crate::init(&one, Lifetimes::default()).await.unwrap();
+        crate::init(&other, Lifetimes::default()).await.unwrap();
+        let engine = in_kubernetes(&api, "quoin", &token);
+        move_records(&one, &Records::Embedded, &engine, Lifetimes::default()).await.unwrap();
+        let over = move_records(&other, &Records::Embedded, &engine, Lifetimes::default()).await;
+        assert!(matches!(over, Err(Error::OtherCluster { .. })), "{over:?}");
+        assert!(
+            look(&Records::Embedded, &other).await.0,
+            "the other cluster's rule where they were"
+        );
+        // To where they have been they move back; over others of the same cluster they do not.
+        let back = move_records(&one, &engine, &Records::Embedded, Lifetimes::default()).await;
+        back.unwrap();
+        let copied = in_kubernetes(&api, "copy", &token);
+        move_records(&one, &Records::Embedded, &copied, Lifetimes::default()).await.unwrap();
+        let mark = MoveRecord::key_of(MoveRecord::NAME);
+        // As by a person who takes the mark away from the former place.
+        let file = Offline::of_file(&one.join(RECORDS_FILE)).unwrap();
+        let ended = SupersededRecord::key_of(SupersededRecord::NAME);
+        file.store.put_all(vec![(mark, None), (ended, None)]).await.unwrap();
+        drop(file);
+        let over = move_records(&one, &Records::Embedded, &copied, Lifetimes::default()).await;
+        assert!(over.unwrap_err().to_string().contains("other records"));
+    }
 }

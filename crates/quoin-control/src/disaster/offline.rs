@@ -109,10 +109,7 @@ pub(crate) fn doubt(why: &str) -> Put {
 }
 
 /// One record, where it is there.
-pub(crate) async fn read_one<R: Record>(
-    store: &dyn Store,
-    name: &str,
-) -> Result<Option<R>, Error> {
+pub(crate) async fn read_one<R: Record>(store: &dyn Store, name: &str) -> Result<Option<R>, Error> {
     let key = R::key_of(name);
     let Some(entry) = store.get(&key).await? else { return Ok(None) };
     let read = decode(&entry.value).map_err(|reason| StoreError::Record { key, reason })?;

@@ -12,9 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use quoin_cluster::records::{
-    Concerned, Record, SupersededRecord, TermRecord, Text, decode,
-};
+use quoin_cluster::records::{Concerned, Record, SupersededRecord, TermRecord, Text, decode};
 use quoin_identity::{Peer, Proven};
 use quoin_types::term::TermOrder;
 use quoin_types::{Term, TermId};
@@ -23,6 +21,7 @@ use tokio::sync::watch;
 use crate::Error;
 use crate::disaster::offline::{Offline, check_is_here, doubt};
 use crate::files::RECORDS_FILE;
+use crate::state::census::Doubt;
 use crate::state::events::{Object, Severity};
 use crate::state::store::{Records, Store, StoreError, Swap};
 use crate::state::{State, random_id};
@@ -120,6 +119,11 @@ impl Terms {
             );
             let cluster = Object::new("cluster", "", "");
             self.state.events.record(Severity::Error, cluster, "TermRefused", message);
+            // An old copy of shared records begins the term again that the newer ones had.
+            let is_shared = self.state.storage.store.about().lease.is_some();
+            if is_shared && self.state.term.census.doubts(Doubt::Suspected) {
+                self.state.announce(&Concerned::Everybody);
+            }
         }
         Ok(())
     }

@@ -88,7 +88,7 @@ impl Storage {
         [self.writes.latency().since_answer(), renewed].into_iter().flatten().min()
     }
 
-    /// What people are told of it.
+    /// The store in words for people.
     pub(crate) fn shown(&self) -> RecordsStore {
         let about = self.store.about();
         let lease = about.lease.as_ref();

@@ -152,8 +152,14 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     }
     // A user lets it begin a term of its own.
     let home = dir.path().join("controller");
-    assert_eq!(quoin_control::let_recover(&home).await.unwrap(), term);
-    let once = quoin_control::let_recover(&home).await.unwrap_err().to_string();
+    assert_eq!(
+        quoin_control::let_recover(&home, &quoin_control::Records::Embedded).await.unwrap(),
+        term
+    );
+    let once = quoin_control::let_recover(&home, &quoin_control::Records::Embedded)
+        .await
+        .unwrap_err()
+        .to_string();
     assert!(once.contains("no other controller took the place"), "{once}");
     let token = second.first_token.clone();
     let third = Server::over(dir, Lifetimes::default(), token).await;

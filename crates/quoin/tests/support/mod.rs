@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unused_imports, reason = "each test takes what it needs")]
 
+pub mod etcd;
 pub mod faulty;
 pub mod load;
 pub mod orchestrator;

@@ -307,7 +307,12 @@ impl Recoveries {
                              with --without POOL for each pool that is lost"
                         );
                         let cluster = Object::new("cluster", "", "");
-                        self.state.events.record(Severity::Error, cluster, "RecordsBehind", message);
+                        self.state.events.record(
+                            Severity::Error,
+                            cluster,
+                            "RecordsBehind",
+                            message,
+                        );
                         told = why;
                     }
                     tokio::time::sleep(AGAIN_AFTER).await;
@@ -330,16 +335,17 @@ impl Recoveries {
         let undecided =
             undecided.map(|finding| format!("volume {}: {}", finding.name, finding.message));
         let doubts: Vec<String> = missing.chain(undecided).collect();
-        let is_news = |outcome| {
-            matches!(outcome, Outcome::Created | Outcome::Updated | Outcome::Deleted)
-        };
+        let is_news =
+            |outcome| matches!(outcome, Outcome::Created | Outcome::Updated | Outcome::Deleted);
         let has_news = planned.findings.iter().any(|(finding, _)| is_news(finding.outcome));
         let is_known = matches!(*self.state.term.census.doubt().borrow(), Doubt::Behind(_));
         match doubts.is_empty() {
             false if is_known => return Ok(Some(doubts.join("; "))),
-            // What is left of a volume is no reason to stop.
+            // Left-overs of a volume are no reason to stop.
             false => self.state.clear_doubt(),
-            true if has_news => drop(self.recover(&RecoverRecords::default()).await?),
+            true if has_news || self.terms.is_overtaken() => {
+                drop(self.recover(&RecoverRecords::default()).await?)
+            }
             true => self.state.clear_doubt(),
         }
         Ok(None)

@@ -55,7 +55,7 @@ pub struct Change {
     pub revision: u64,
 }
 
-/// What people are told of a store.
+/// A store in words for people.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct About {
     /// `embedded`, `etcd` or `kubernetes`.

@@ -162,8 +162,11 @@ impl Client {
             Ok(Err(status)) => status,
             Err(_) => Status::deadline_exceeded(format!("no answer in {} s", CALL_TIME.as_secs())),
         };
-        let why = format!("etcd at {address}: {}", status.message());
-        if !matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded | Code::Unknown) {
+        let why = format!("etcd at {address}: {}", reasons(&status, address));
+        if !matches!(
+            status.code(),
+            Code::Unavailable | Code::DeadlineExceeded | Code::Unknown | Code::Cancelled
+        ) {
             return Err(StoreError::Failed(why));
         }
         self.is_doubted.store(true, Ordering::Relaxed);
@@ -172,6 +175,30 @@ impl Client {
         let _ = self.current.compare_exchange(asked, next, Ordering::Relaxed, Ordering::Relaxed);
         Err(StoreError::Away { why })
     }
+}
+
+/// The reason with what lies behind it, and the way out where TLS refuses.
+fn reasons(status: &Status, address: &str) -> String {
+    let mut text = status.message().to_owned();
+    let mut source = std::error::Error::source(status);
+    while let Some(error) = source {
+        let one = error.to_string();
+        if !text.contains(&one) {
+            text = format!("{text}: {one}");
+        }
+        source = error.source();
+    }
+    if text.contains("peer certificate") {
+        text.push_str("; --etcd-ca is to name the authority that signed etcd's certificate");
+    } else if address.starts_with("https:")
+        && ["fatal alert", "connection closed"].iter().any(|ended| text.contains(ended))
+    {
+        // A server that refuses a client's certificate ends the connection after the client's handshake.
+        text.push_str(
+            "; where etcd asks for certificates, --etcd-certificate is to be of the authority that it trusts",
+        );
+    }
+    text
 }
 
 fn open_stream_of<T: Send + 'static>(message: T) -> impl futures::Stream<Item = T> + Send {

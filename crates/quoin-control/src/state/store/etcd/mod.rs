@@ -23,9 +23,7 @@ use tokio::sync::broadcast;
 use tokio::time::Instant;
 
 use super::shared::Ruling;
-use super::{
-    About, Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap,
-};
+use super::{About, Change, Entry, LeaseTimes, Put, Rule, SharedStore, Store, StoreError, Swap};
 use client::Client;
 
 /// Records of one answer.
