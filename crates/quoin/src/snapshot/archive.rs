@@ -329,6 +329,111 @@ mod tests {
         assert!(image.metadata().unwrap().blocks() * 512 <= 1 << 20);
     }
 
+    /// Chains of exports: what each block is in the end, by its last record alone.
+    #[test]
+    fn each_block_is_as_the_last_file_has_it_in_growing_volumes_up_to_their_last_block() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let hole =
+            |lba: u64, blocks: u64| Record::Hole { offset: lba * BLOCK, length: blocks * BLOCK };
+        let chains: [Vec<(u64, Vec<Record>)>; 7] = [
+            vec![(8, vec![])],
+            vec![(8, vec![data(7, 3)])],
+            vec![(8, vec![hole(0, 7), data(7, 3)]), (8, vec![])],
+            vec![(8, vec![data(7, 3)]), (8, vec![hole(7, 1)]), (8, vec![])],
+            vec![(8, vec![data(0, 1), data(7, 3)]), (9, vec![data(8, 4)])],
+            vec![
+                (8, vec![data(0, 1), data(7, 3)]),
+                (9, vec![]),
+                (12, vec![hole(0, 8), data(11, 9)]),
+            ],
+            vec![(8, vec![data(3, 1)]), (8, vec![hole(2, 4)]), (8, vec![data(4, 5), hole(7, 1)])],
+        ];
+        for chain in chains {
+            let mut expected = Vec::new();
+            let mut files = Vec::new();
+            for (number, (blocks, records)) in (0..).zip(&chain) {
+                let file = path(&format!("{number}"));
+                let since = (number > 0).then(|| number * 2 + 1);
+                write(&file, &header(number * 2 + 3, since, *blocks), records);
+                files.push(file);
+                expected.resize(*blocks as usize, 0_u8);
+                for record in records {
+                    let (begin, end) = record.range();
+                    let fill = if let Record::Data { data, .. } = record { data[0] } else { 0 };
+                    expected[(begin / BLOCK) as usize..(end / BLOCK) as usize].fill(fill);
+                }
+            }
+            let to = path("img");
+            unpack(&UnpackOptions { files, to: to.clone() }, Format::Table).unwrap();
+            let image = std::fs::read(&to).unwrap();
+            let found: Vec<u8> = image.chunks(BLOCK as usize).map(|block| block[0]).collect();
+            assert_eq!(found, expected, "{chain:?}");
+            for block in image.chunks(BLOCK as usize) {
+                assert!(block.iter().all(|byte| *byte == block[0]));
+            }
+            std::fs::remove_file(&to).unwrap();
+        }
+    }
+
+    /// Zeroes where no hole can be made: up to the end of the range and not a byte further.
+    #[test]
+    fn zeroes_are_written_over_the_range_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = File::create_new(dir.path().join("image")).unwrap();
+        let blocks = 64;
+        for (begin, end) in [(0, 1), (1, 2), (0, 64), (63, 64), (15, 17), (1, 63), (5, 5)] {
+            image.write_all_at(&vec![7; (blocks * BLOCK) as usize], 0).unwrap();
+            zero(&image, begin * BLOCK, end * BLOCK).unwrap();
+            let mut found = vec![1; (blocks * BLOCK) as usize];
+            image.read_exact_at(&mut found, 0).unwrap();
+            for (at, byte) in (0..).zip(&found) {
+                let is_zero = (begin * BLOCK..end * BLOCK).contains(&at);
+                assert_eq!(*byte == 0, is_zero, "{begin} to {end}: {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_of_another_volume_does_not_follow_though_its_snapshot_has_the_id() {
+        let other = Header { volume_id: "f02".into(), ..header(7, Some(3), 8) };
+        let first = header(3, None, 8);
+        let refused = check_follows(Some(&first), &other).unwrap_err().to_string();
+        assert!(refused.contains("follows one of snapshot s3"), "{refused}");
+        assert!(check_follows(Some(&first), &header(7, Some(3), 8)).is_ok());
+        assert!(check_follows(None, &first).is_ok());
+        for (before, header) in [
+            (None, header(7, Some(3), 8)),
+            (Some(&first), header(7, None, 8)),
+            (Some(&first), header(7, Some(4), 8)),
+        ] {
+            assert!(check_follows(before, &header).is_err());
+        }
+    }
+
+    #[test]
+    fn the_view_of_a_file_has_all_that_its_header_and_records_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("more");
+        let hole = Record::Hole { offset: 2 * BLOCK, length: 3 * BLOCK };
+        let encrypted = Header {
+            encryption: Some(serde_json::json!({})),
+            point: Point { cut_at: "2026-11-26T02:10:07Z".into(), ..point(7) },
+            ..header(7, Some(3), 12)
+        };
+        write(&file, &encrypted, &[data(1, 9), hole, data(11, 7)]);
+        let mut reader = open(&file).unwrap();
+        while reader.next_record().unwrap().is_some() {}
+        let view = FileView::of(&file, &reader);
+        assert_eq!((view.data_bytes, view.hole_bytes), (2 * BLOCK, 3 * BLOCK));
+        assert_eq!((view.size_bytes, view.encrypted), (12 * BLOCK, true));
+        assert_eq!((view.since.as_deref(), view.snapshot.as_str()), (Some("s3"), "s7"));
+        let text = view.text();
+        for words in ["volume db", "what changed since s3", "2026-11-26", "encrypted", "48.0 KiB"] {
+            assert!(text.contains(words), "{words}: {text}");
+        }
+    }
+
     #[test]
     fn files_that_do_not_follow_each_other_or_are_damaged_leave_no_image() {
         let dir = tempfile::tempdir().unwrap();

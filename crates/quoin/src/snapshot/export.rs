@@ -617,12 +617,170 @@ mod tests {
         assert_eq!(of(vec![range(2, 1, false), range(4, 1, false)]), [(2, 3), (4, 5)], "a gap");
     }
 
+    /// Content of a snapshot of 16 blocks by its last block: data, a hole and nothing at all, and what an export of
+    /// it gets in parts that end at every block, of which each second one has nothing.
+    fn parts_of(content: &[(u64, u64, bool)]) -> Vec<SnapshotPart> {
+        let mut parts = Vec::new();
+        for lba in 0..16 {
+            let within =
+                |(begin, blocks, _): &&(u64, u64, bool)| (*begin..begin + blocks).contains(&lba);
+            let found = content.iter().find(within);
+            let ranges = found.map(|(_, _, hole)| SnapshotRange {
+                offset: lba * BLOCK,
+                length: BLOCK,
+                hole: *hole,
+                data: if *hole { Vec::new() } else { vec![lba as u8 + 1; BLOCK as usize] },
+                ..SnapshotRange::default()
+            });
+            let next_offset = (lba < 15).then_some((lba + 1) * BLOCK);
+            let ranges = ranges.into_iter().collect();
+            parts.push(SnapshotPart { ranges, next_offset, ..SnapshotPart::default() });
+        }
+        parts
+    }
+
+    /// Gives a sink the parts that it lacks, until as many were given; returns whether it has all.
+    fn feed(sink: &mut dyn Sink, parts: &[SnapshotPart], mut count: usize) -> bool {
+        while let Some(next) = sink.next() {
+            if count == 0 {
+                return false;
+            }
+            count -= 1;
+            assert!(next.is_multiple_of(BLOCK));
+            sink.take(parts[(next / BLOCK) as usize].clone()).unwrap();
+        }
+        true
+    }
+
+    #[test]
+    fn an_export_is_whole_with_empty_parts_in_its_middle_and_its_last_block_wherever_it_was_cut() {
+        let contents: [&[(u64, u64, bool)]; 7] = [
+            &[],
+            &[(15, 1, false)],
+            &[(15, 1, true)],
+            &[(0, 16, false)],
+            &[(0, 16, true)],
+            &[(0, 1, false), (3, 2, true), (5, 1, false), (15, 1, false)],
+            &[(2, 3, false), (5, 4, true), (14, 2, true)],
+        ];
+        let dir = tempfile::tempdir().unwrap();
+        for (number, content) in contents.iter().enumerate() {
+            let parts = parts_of(content);
+            let of_kind = |is_hole: bool| -> u64 {
+                content
+                    .iter()
+                    .filter(|(_, _, hole)| *hole == is_hole)
+                    .map(|one| one.1 * BLOCK)
+                    .sum()
+            };
+            let figures = (of_kind(false), of_kind(true));
+            let at_once = dir.path().join(format!("{number}.whole"));
+            let mut sink = Archive::open(&at_once, &header(None)).unwrap();
+            assert!(feed(&mut sink, &parts, usize::MAX));
+            assert_eq!(Box::new(sink).end().unwrap(), figures, "{content:?}");
+            let whole = std::fs::read(&at_once).unwrap();
+            let read = scan(&whole[..]).unwrap();
+            assert!(read.is_complete);
+            assert_eq!((read.totals.data_bytes, read.totals.hole_bytes), figures);
+            for interrupted in 0..=parts.len() {
+                for lost in [0_usize, 1, 27, 28, 29, 5000] {
+                    let to = dir.path().join("resumed");
+                    let mut first = Archive::open(&to, &header(None)).unwrap();
+                    feed(&mut first, &parts, interrupted);
+                    first.sync().unwrap();
+                    drop(first);
+                    let length = std::fs::metadata(&to).unwrap().len();
+                    let file = File::options().write(true).open(&to).unwrap();
+                    file.set_len(length.saturating_sub(lost as u64)).unwrap();
+                    let mut second = Archive::open(&to, &header(None)).unwrap();
+                    assert!(feed(&mut second, &parts, usize::MAX));
+                    assert_eq!(Box::new(second).end().unwrap(), figures);
+                    let what =
+                        format!("{content:?} cut after {interrupted} parts and {lost} bytes");
+                    assert_eq!(std::fs::read(&to).unwrap(), whole, "{what}");
+                    std::fs::remove_file(&to).unwrap();
+                }
+            }
+            let image = dir.path().join("image");
+            for interrupted in 0..=parts.len() {
+                let mut first = RawImage::open(&image, &snapshot()).unwrap();
+                feed(&mut first, &parts, interrupted);
+                first.sync().unwrap();
+                drop(first);
+                let mut second = RawImage::open(&image, &snapshot()).unwrap();
+                assert!(feed(&mut second, &parts, usize::MAX));
+                assert_eq!(Box::new(second).end().unwrap(), (figures.0, 0));
+                let bytes = std::fs::read(&image).unwrap();
+                assert_eq!(bytes.len() as u64, 16 * BLOCK);
+                for (lba, block) in bytes.chunks(BLOCK as usize).enumerate() {
+                    let is_data = |(begin, blocks, hole): &&(u64, u64, bool)| {
+                        (*begin..begin + blocks).contains(&(lba as u64)) && !hole
+                    };
+                    let fill = content.iter().find(is_data).map_or(0, |_| lba as u8 + 1);
+                    assert!(block.iter().all(|byte| *byte == fill), "{content:?} {lba}");
+                }
+                std::fs::remove_file(&image).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_raw_image_takes_the_last_block_and_nothing_behind_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("db.img");
+        let mut image = RawImage::open(&to, &snapshot()).unwrap();
+        image.take(part(15, None)).unwrap();
+        let refused = image.take(part(16, None)).unwrap_err().to_string();
+        assert!(refused.contains("behind the end"), "{refused}");
+        let mut far = part(16, None);
+        far.ranges[0].offset = u64::MAX - BLOCK + 1;
+        assert!(image.take(far).is_err());
+        assert_eq!(std::fs::metadata(&to).unwrap().len(), 16 * BLOCK);
+        let mut archive = Archive::open(&dir.path().join("db.full"), &header(None)).unwrap();
+        // The last range is written with the one behind it, or at the end.
+        archive.take(part(16, None)).unwrap();
+        assert!(Box::new(archive).end().is_err());
+    }
+
+    #[test]
+    fn a_file_of_another_size_or_since_another_snapshot_is_not_gone_on_with() {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("db.full");
+        let since = |id: &str| Some(Point { snapshot_id: id.into(), lsn: 3, ..point(&snapshot()) });
+        for (first, second, is_same) in [
+            (header(None), header(None), true),
+            (header(since("59")), header(since("59")), true),
+            (header(since("59")), header(since("58")), false),
+            (header(since("59")), header(None), false),
+            (header(None), header(since("59")), false),
+            (header(None), Header { size_bytes: 17 * BLOCK, ..header(None) }, false),
+            (header(None), Header { volume: "renamed".into(), ..header(None) }, true),
+            (
+                header(None),
+                Header {
+                    point: Point { snapshot_id: "5b".into(), ..header(None).point },
+                    ..header(None)
+                },
+                false,
+            ),
+        ] {
+            let mut sink = Archive::open(&to, &first).unwrap();
+            sink.sync().unwrap();
+            drop(sink);
+            let before = std::fs::read(&to).unwrap();
+            assert_eq!(Archive::open(&to, &second).is_ok(), is_same, "{second:?}");
+            assert_eq!(std::fs::read(&to).unwrap(), before);
+            std::fs::remove_file(&to).unwrap();
+        }
+    }
+
     #[test]
     fn two_snapshots_in_the_wrong_order_are_refused_with_the_flag() {
         let older = Snapshot { lsn: 3, ..snapshot() };
         assert!(check_order(&older, &snapshot()).is_ok());
         let refused = check_order(&snapshot(), &older).unwrap_err().to_string();
         assert!(refused.contains("--since"), "{refused}");
+        assert!(check_order(&snapshot(), &snapshot()).is_err(), "it is the same one");
         let of_another = Snapshot { volume_id: "f02".into(), ..older };
         assert!(check_order(&of_another, &snapshot()).is_err());
     }
