@@ -134,3 +134,102 @@ pub fn served_elsewhere(node: &str, since_epoch: u64) -> String {
     let since_epoch = quoin_types::Epoch(since_epoch);
     format!("served by {node} since epoch {since_epoch}; mounts here are dead")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fuse::server::Unmounted;
+
+    const MOMENT: Duration = Duration::from_millis(1);
+
+    /// The handles of one device, with the number by which it was asked for.
+    fn handles(device: &Unmounted) -> (AbortHandles, u64) {
+        let handles = AbortHandles::default();
+        handles.add("17", device.abort_handle());
+        let asked = handles.asked("17");
+        (handles, asked)
+    }
+
+    #[test]
+    fn a_detached_device_without_a_server_ends_at_its_time_and_neither_before_nor_twice() {
+        let device = Unmounted::new(false, 3);
+        let (handles, asked) = handles(&device);
+        let start = Instant::now();
+        let at = |after| handles.detached("17", asked, "detached", start + after);
+        for after in [Duration::ZERO, MOMENT, DETACHED_FOR - MOMENT] {
+            assert!(!at(after).is_ended && device.dead().is_none(), "{after:?}");
+        }
+        assert!(at(DETACHED_FOR).is_ended);
+        assert_eq!(device.dead(), Some("detached"));
+        assert!(!at(DETACHED_FOR + MOMENT).is_ended, "it was ended before");
+    }
+
+    #[test]
+    fn a_detached_device_with_a_server_ends_once_it_has_none() {
+        let device = Unmounted::new(true, 3);
+        let (handles, asked) = handles(&device);
+        let start = Instant::now();
+        let at = |after| handles.detached("17", asked, "detached", start + after);
+        assert!(!at(Duration::ZERO).is_ended && !at(2 * DETACHED_FOR).is_ended);
+        device.is_connected(false);
+        assert!(at(2 * DETACHED_FOR + MOMENT).is_ended);
+    }
+
+    #[test]
+    fn a_device_that_is_asked_for_again_has_all_its_time_anew() {
+        let device = Unmounted::new(false, 3);
+        let (handles, former) = handles(&device);
+        let start = Instant::now();
+        handles.detached("17", former, "detached", start);
+        handles.is_asked_for("17");
+        let asked = handles.asked("17");
+        assert!(asked > former);
+        let late = start + DETACHED_FOR;
+        let of_former = handles.detached("17", former, "detached", late);
+        assert_eq!(of_former, AfterDetaching::default(), "what was said of the former use");
+        assert!(!handles.tries_removal("17", former, late));
+        assert!(!handles.detached("17", asked, "detached", late).is_ended);
+        let later = late + DETACHED_FOR;
+        assert!(!handles.detached("17", asked, "detached", later - MOMENT).is_ended);
+        assert!(handles.detached("17", asked, "detached", later).is_ended);
+    }
+
+    #[test]
+    fn a_removal_is_tried_at_once_and_again_after_its_interval() {
+        let device = Unmounted::new(true, 3);
+        let (handles, asked) = handles(&device);
+        let start = Instant::now();
+        let may_go = |after| handles.detached("17", asked, "detached", start + after).may_go;
+        assert!(may_go(Duration::ZERO) && handles.tries_removal("17", asked, start));
+        for (after, may) in [
+            (Duration::ZERO, false),
+            (REMOVAL_EVERY - MOMENT, false),
+            (REMOVAL_EVERY, true),
+            (REMOVAL_EVERY + MOMENT, true),
+        ] {
+            assert_eq!(may_go(after), may, "{after:?}");
+        }
+    }
+
+    #[test]
+    fn a_device_of_a_use_before_another_nodes_ends_and_one_of_that_use_or_later_goes_on() {
+        for (since_epoch, ends) in [(2, true), (3, false), (4, false)] {
+            let device = Unmounted::new(true, since_epoch);
+            let (handles, _) = handles(&device);
+            assert_eq!(handles.end_before("17", 3, "another's"), ends, "{since_epoch}");
+            assert_eq!(device.dead().is_some(), ends);
+            assert!(!handles.end_before("17", 3, "again"), "the first time alone");
+        }
+        let device = Unmounted::new(true, 2);
+        let (handles, asked) = handles(&device);
+        handles.end("18", "of another volume");
+        assert_eq!((device.dead(), handles.asked("18")), (None, 0));
+        handles.end("17", "ended");
+        handles.end("17", "once more");
+        assert_eq!(device.dead(), Some("ended"), "the first reason names the cause");
+        handles.forget("17");
+        let nothing = handles.detached("17", asked, "detached", Instant::now());
+        assert_eq!(nothing, AfterDetaching::default());
+        assert!(!handles.end_before("17", 3, "gone"));
+    }
+}

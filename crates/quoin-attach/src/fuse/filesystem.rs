@@ -350,6 +350,7 @@ fn refusal(unique: u64, errno: i32) -> Answer {
 
 #[cfg(test)]
 mod tests {
+    use super::super::wire::OUT_HEADER_BYTES;
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -507,6 +508,173 @@ mod tests {
         assert_eq!(errno(&read_only.message(&write)), libc::EROFS);
         let punch = message(opcode::FALLOCATE, 1, &fallocate(0, 4096, FALLOCATE_PUNCH_HOLE));
         assert_eq!(errno(&read_only.message(&punch)), libc::EROFS);
+    }
+
+    const LARGEST: u64 = u64::MAX;
+
+    /// Each with the operation that is submitted; `None`: the answer is that nothing is there.
+    #[test]
+    fn a_read_is_of_what_is_before_the_end_wherever_it_begins_and_ends() {
+        for (offset, length, wanted) in [
+            (0, 0, None),
+            (0, 1, Some(1)),
+            (0, IO_BYTES_MAX as u32, Some(MIB as u32)),
+            (MIB - 4096, 4095, Some(4095)),
+            (MIB - 4096, 4096, Some(4096)),
+            (MIB - 4096, 4097, Some(4096)),
+            (MIB - 1, 1, Some(1)),
+            (MIB - 1, u32::MAX, Some(1)),
+            (MIB, 1, None),
+            (MIB + 1, 1, None),
+            (LARGEST, u32::MAX, None),
+        ] {
+            let mut filesystem = Filesystem::new(MIB, 4096, true);
+            let outcome = filesystem.message(&message(opcode::READ, 9, &io(offset, length, &[])));
+            let wanted = wanted.map(|length| Operation::Read { offset, length });
+            match outcome {
+                Outcome::Submit { operation, .. } => assert_eq!(Some(operation), wanted),
+                Outcome::Answer(empty) => {
+                    assert_eq!(wanted, None, "{offset}+{length}");
+                    assert_eq!(empty.head[..], out_header(9, 0, 0));
+                }
+                Outcome::Nothing => panic!("{offset}+{length} has no answer"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_write_is_taken_up_to_the_last_byte_and_refused_with_one_more() {
+        for (offset, length, wanted) in [
+            (0, 1, 0),
+            (0, 0, 0),
+            (MIB - 4096, 4095, 0),
+            (MIB - 4096, 4096, 0),
+            (MIB - 4096, 4097, libc::ENOSPC),
+            (MIB - 1, 1, 0),
+            (MIB - 1, 2, libc::ENOSPC),
+            (MIB, 0, 0),
+            (MIB, 1, libc::ENOSPC),
+            (LARGEST - 1, 1, libc::ENOSPC),
+            (LARGEST, 1, libc::EIO),
+        ] {
+            let data = vec![3; length as usize];
+            let sent = message(opcode::WRITE, 1, &io(offset, length, &data));
+            let outcome = Filesystem::new(MIB, 4096, false).message(&sent);
+            match outcome {
+                Outcome::Submit { operation, .. } => {
+                    let write = Operation::Write { offset, data: data.into(), fua: false };
+                    assert_eq!((operation, wanted), (write, 0), "{offset}+{length}");
+                }
+                refused => assert_eq!(errno(&refused), wanted, "{offset}+{length}"),
+            }
+            let refused = Filesystem::new(MIB, 4096, true).message(&sent);
+            let wanted = if offset == LARGEST { libc::EIO } else { libc::EROFS };
+            assert_eq!(errno(&refused), wanted, "{offset}+{length} where it may only be read");
+        }
+        // A volume that has grown takes what it refused, and one more byte still not.
+        let mut grown = Filesystem::new(MIB, 4096, false);
+        grown.resize(2 * MIB);
+        let end = |offset| message(opcode::WRITE, 1, &io(offset, 2, &[0; 2]));
+        submitted(grown.message(&end(2 * MIB - 2)));
+        assert_eq!(errno(&grown.message(&end(2 * MIB - 1))), libc::ENOSPC);
+        // The data of a message must be as long as it says.
+        for length in [1, 3] {
+            let other = message(opcode::WRITE, 1, &io(0, length, &[0; 2]));
+            assert_eq!(errno(&grown.message(&other)), libc::EIO, "{length} of 2");
+        }
+    }
+
+    #[test]
+    fn a_range_is_zeroed_up_to_the_end_in_the_way_that_its_mode_says() {
+        let (hole, zero) = (FALLOCATE_PUNCH_HOLE, FALLOCATE_ZERO_RANGE);
+        let size = 2 * ZERO_BYTES_MAX;
+        for (offset, length, mode, wanted) in [
+            (0, 1, hole | FALLOCATE_KEEP_SIZE, Ok(Some((1, false)))),
+            (0, 1, zero | FALLOCATE_KEEP_SIZE, Ok(Some((1, true)))),
+            (0, 1, hole, Ok(Some((1, false)))),
+            (0, 1, zero, Ok(Some((1, true)))),
+            (0, 0, hole, Ok(None)),
+            (0, ZERO_BYTES_MAX - 1, hole, Ok(Some((ZERO_BYTES_MAX - 1, false)))),
+            (0, ZERO_BYTES_MAX, hole, Ok(Some((ZERO_BYTES_MAX, false)))),
+            (0, ZERO_BYTES_MAX + 1, hole, Ok(Some((ZERO_BYTES_MAX, false)))),
+            (size - 1, 1, hole, Ok(Some((1, false)))),
+            (size - 1, 2, hole, Ok(Some((1, false)))),
+            (size, 1, hole, Ok(None)),
+            (size + 1, 1, zero, Ok(None)),
+            (LARGEST, 0, hole, Ok(None)),
+            (LARGEST, 1, hole, Err(libc::EFBIG)),
+            (0, 1, 0, Err(libc::EOPNOTSUPP)),
+            (0, 1, FALLOCATE_KEEP_SIZE, Err(libc::EOPNOTSUPP)),
+            (0, 1, hole | zero, Err(libc::EOPNOTSUPP)),
+            (0, 1, hole | 8, Err(libc::EOPNOTSUPP)),
+        ] {
+            let sent = message(opcode::FALLOCATE, 1, &fallocate(offset, length, mode));
+            let outcome = Filesystem::new(size, 4096, false).message(&sent);
+            match wanted {
+                Ok(Some((length, no_hole))) => {
+                    let zeroes = Operation::WriteZeroes { offset, length, fua: false, no_hole };
+                    assert_eq!(submitted(outcome).1, zeroes);
+                }
+                Ok(None) => assert_eq!(errno(&outcome), 0, "{offset}+{length}"),
+                Err(wanted) => assert_eq!(errno(&outcome), wanted, "{offset}+{length}, {mode:#x}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_zeroing_whose_piece_fails_ends_with_that_error_and_writes_no_more() {
+        let mut filesystem = Filesystem::new(4 * ZERO_BYTES_MAX, 4096, false);
+        let body = fallocate(0, 3 * ZERO_BYTES_MAX, FALLOCATE_PUNCH_HOLE);
+        let punch = filesystem.message(&message(opcode::FALLOCATE, 3, &body));
+        let (first, _) = submitted(punch);
+        let (second, _) = submitted(filesystem.complete(first, Ok(Payload::None)));
+        let error = RequestError::Refused(libc::ENOSPC as u32);
+        assert_eq!(errno(&filesystem.complete(second, Err(error))), libc::ENOSPC);
+        assert_eq!((filesystem.submitted(), filesystem.pending.len()), (2, 0));
+        // A result that comes twice, or of no operation, has no answer.
+        for token in [second, 99] {
+            assert_eq!(filesystem.complete(token, Ok(Payload::None)), Outcome::Nothing);
+        }
+    }
+
+    #[test]
+    fn the_file_has_the_size_of_its_volume_and_a_mode_that_says_if_it_may_be_written() {
+        for (read_only, mode) in [(false, 0o100_600), (true, 0o100_400)] {
+            let mut filesystem = Filesystem::new(MIB, 4096, read_only);
+            for (opcode, size) in
+                [(opcode::GETATTR, MIB), (opcode::SETATTR, MIB), (opcode::GETATTR, MIB + 4096)]
+            {
+                filesystem.resize(size);
+                let Outcome::Answer(answer) = filesystem.message(&message(opcode, 5, &[0; 88]))
+                else {
+                    panic!("no answer")
+                };
+                let body = &answer.head[OUT_HEADER_BYTES..];
+                assert_eq!((body.len(), u64_at(body, 0), u32_at(body, 8)), (104, Some(0), Some(0)));
+                let attributes = &body[16..];
+                let numbers = [0, 8, 16].map(|at| u64_at(attributes, at).unwrap());
+                assert_eq!(numbers, [1, size, size / 512]);
+                let words = [60, 64, 80].map(|at| u32_at(attributes, at).unwrap());
+                assert_eq!(words, [mode, 1, 4096], "mode, links, block size");
+            }
+        }
+        let counts = Filesystem::new(MIB, 512, false).message(&message(opcode::STATFS, 5, &[]));
+        let Outcome::Answer(answer) = counts else { panic!("no answer") };
+        let body = &answer.head[OUT_HEADER_BYTES..];
+        assert_eq!((body.len(), u64_at(body, 0), u64_at(body, 8)), (80, Some(2048), Some(0)));
+        assert_eq!((u32_at(body, 40), u32_at(body, 48)), (Some(512), Some(512)));
+        let mut filesystem = Filesystem::new(MIB, 512, false);
+        let Outcome::Answer(answer) = filesystem.message(&message(opcode::OPEN, 5, &[0; 8])) else {
+            panic!("no answer")
+        };
+        let flags = u32_at(&answer.head, OUT_HEADER_BYTES + 8);
+        assert_eq!(flags, Some(OPEN_DIRECT_IO | OPEN_PARALLEL_DIRECT_WRITES));
+        let (_, flush) = submitted(filesystem.message(&message(opcode::FSYNC, 5, &[0; 16])));
+        assert_eq!(flush, Operation::Flush);
+        for without in [opcode::FORGET, opcode::BATCH_FORGET, opcode::INTERRUPT] {
+            let outcome = filesystem.message(&message(without, 5, &[0; 16]));
+            assert_eq!(outcome, Outcome::Nothing, "{without} wants no answer");
+        }
     }
 
     proptest::proptest! {

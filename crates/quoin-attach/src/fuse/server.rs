@@ -70,6 +70,38 @@ impl AbortHandle {
     }
 }
 
+/// A device without a mount, for tests of those that end one.
+#[cfg(test)]
+pub(crate) struct Unmounted(Arc<Shared>);
+
+#[cfg(test)]
+impl Unmounted {
+    pub(crate) fn new(is_connected: bool, since_epoch: u64) -> Self {
+        Self(Arc::new(Shared {
+            commands: Mutex::default(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
+            connected: AtomicBool::new(is_connected),
+            in_flight: AtomicU64::new(0),
+            resends: AtomicBool::new(false),
+            since_epoch: AtomicU64::new(since_epoch),
+            active: AtomicU64::new(0),
+            dead: OnceLock::new(),
+        }))
+    }
+
+    pub(crate) fn abort_handle(&self) -> AbortHandle {
+        AbortHandle(Arc::downgrade(&self.0))
+    }
+
+    pub(crate) fn is_connected(&self, is_connected: bool) {
+        self.0.connected.store(is_connected, Ordering::Relaxed);
+    }
+
+    pub(crate) fn dead(&self) -> Option<&str> {
+        self.0.dead.get().map(String::as_str)
+    }
+}
+
 struct Shared {
     commands: Mutex<Commands>,
     wake: OwnedFd,
