@@ -276,12 +276,96 @@ fn refused(from: PeerAddress, error: &EstablishError) {
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
-    use quoin_identity::{Authority, Lifetimes};
-    use quoin_types::ids::{Epoch, Incarnation};
+    use quoin_identity::{Authority, Grant, Lifetimes};
+    use quoin_types::ids::{Epoch, Incarnation, TermId};
     use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
     use quoin_wire::ConnectionKind;
+    use rustls::pki_types::pem::PemObject as _;
 
     use super::*;
+
+    /// Every part of a grant in which it can differ from what is asked, and every kind of peer that can
+    /// show it: a name more is a row more.
+    #[test]
+    fn a_session_is_believed_by_a_grant_for_exactly_it_and_by_no_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(&dir.path().join("ca"), Lifetimes::default()).unwrap();
+        let identity = |role: Role, name: &str| {
+            let place = dir.path().join(format!("{role}-{name}"));
+            let identity = authority.issue_identity(&place, role, name).unwrap();
+            let chain = CertificateDer::pem_file_iter(place.join("cert.pem")).unwrap();
+            (identity, chain.map(Result::unwrap).collect::<Vec<_>>())
+        };
+        let (controller, _) = identity(Role::Controller, "c");
+        let (pool, _) = identity(Role::Pool, "p");
+        let term = |number, id| Term { number, id: TermId(id) };
+        let present = term(5, 1);
+        pool.accept_term(&controller.sign_term(present).unwrap()).unwrap();
+        let belief = Belief::Grants(pool);
+        let key = |epoch, incarnation| SessionKey {
+            epoch: Epoch(epoch),
+            incarnation: Incarnation(incarnation),
+            nonce: 1,
+        };
+        let granted = Grant {
+            volume: VolumeId(1),
+            epoch: Epoch(3),
+            incarnation: Incarnation(4),
+            node: "n".into(),
+            writes: true,
+            term: present,
+        };
+        let judged = |grant: &Grant, of: Role, name: &str, session: &SessionKey| {
+            let (_, certificates) = identity(of, name);
+            let proof = Bytes::from(controller.sign_grant(grant).unwrap());
+            let hello = Hello::new(VolumeId(1), ReplicaId(1), ReplicaGuid(1), proof);
+            belief.judge(&certificates, session, &hello)
+        };
+        let asked = key(3, 4);
+        let of = |grant: &Grant| judged(grant, Role::Node, "n", &asked);
+        for writes in [true, false] {
+            let leave = Leave { term: present, writes };
+            assert_eq!(of(&Grant { writes, ..granted.clone() }), Ok(leave), "{writes}");
+        }
+        let refused = [
+            ("volume", of(&Grant { volume: VolumeId(2), ..granted.clone() })),
+            ("epoch before", of(&Grant { epoch: Epoch(2), ..granted.clone() })),
+            ("epoch after", of(&Grant { epoch: Epoch(4), ..granted.clone() })),
+            ("incarnation", of(&Grant { incarnation: Incarnation(5), ..granted.clone() })),
+            ("node", of(&Grant { node: "m".into(), ..granted.clone() })),
+            ("another node's certificate", judged(&granted, Role::Node, "m", &asked)),
+            ("another session", judged(&granted, Role::Node, "n", &key(3, 5))),
+            ("former term", of(&Grant { term: term(4, 1), ..granted.clone() })),
+            ("rival term", of(&Grant { term: term(5, 2), ..granted.clone() })),
+            ("no term", of(&Grant { term: Term::default(), ..granted.clone() })),
+        ];
+        for (what, judged) in refused {
+            let rejection = judged.expect_err(what);
+            // Only a target with a grant of a former term is told of the present one.
+            let has_term = !rejection.term.is_empty();
+            assert_eq!(has_term, what.ends_with("term"), "{what}: {}", rejection.reason);
+        }
+        for role in [Role::Pool, Role::Controller] {
+            let rejection = judged(&granted, role, "n", &asked).unwrap_err();
+            assert!(rejection.reason.contains("is not a node"), "{}", rejection.reason);
+        }
+        assert!(belief.still_opens(present));
+        let higher = term(6, 2);
+        let by_higher = of(&Grant { term: higher, ..granted.clone() }).unwrap();
+        assert_eq!(by_higher, Leave { term: higher, writes: true });
+        assert!(!belief.still_opens(present), "one that was believed before a newer term came");
+        assert!(belief.still_opens(higher) && of(&granted).is_err());
+    }
+
+    #[test]
+    fn a_refusal_is_told_once_a_while_and_another_one_at_once() {
+        let told = Told::default();
+        assert!(told.is_news("one") && !told.is_news("one"));
+        assert!(told.is_news("two") && !told.is_news("two"));
+        let ago = Instant::now().checked_sub(TOLD_AGAIN).unwrap();
+        told.0.lock().unwrap().as_mut().unwrap().1 = ago;
+        assert!(told.is_news("two"));
+    }
 
     #[test]
     fn a_peer_without_a_certificate_that_can_be_read_is_refused_for_either_kind_of_connection() {

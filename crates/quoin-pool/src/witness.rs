@@ -194,6 +194,15 @@ mod tests {
     }
 
     #[test]
+    fn the_number_is_for_its_user_alone() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("file");
+        Witness::in_places(vec![place.clone()]);
+        assert_eq!(std::fs::metadata(place).unwrap().permissions().mode() & 0o7777, 0o600);
+    }
+
+    #[test]
     fn a_file_that_cannot_be_taken_away_is_named_and_one_that_is_gone_is_not_missed() {
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("file");

@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::common::family::Family;
 use crate::common::{BLOCKS, GUID, World, options};
 use bytes::Bytes;
-use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt, ScrubStage};
-use quoin_types::message::{Content, ReadView};
+use quoin_types::message::{Content, ReadView, Slot};
 use quoin_types::{EntryKind, Lsn, ReplicaGuid, SnapshotId, crc32c};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -402,6 +402,11 @@ fn a_failed_sync_ends_the_pool_until_it_is_opened_anew() {
     replica.request_sync();
     assert_eq!(world.pool().sync_wanted(), None, "a failed sync is never retried for truth");
     assert!(world.pool().background(1 << 20).is_err());
+    // A good result is too late, for this sync or for one after it.
+    for late in [ticket, SyncTicket(ticket.0 + 1)] {
+        assert!(matches!(world.pool().sync_finished(late, Ok(())), Err(StoreError::Io(_))));
+        assert_eq!(world.pool().sync_wanted(), None);
+    }
     world.power_cut();
     assert!(world.history.len() >= floor);
     world.append();
@@ -500,7 +505,7 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
     let mut peer = Pool::open(world.disk.fork(), options()).expect("whole");
     let size = peer.replica(GUID).expect("it").state().volume_blocks;
     world.pool = None;
-    let (mut stretches, mut blocks, mut headers) = (0, 0, 0);
+    let (mut stretches, mut blocks, mut headers, mut refusals) = (0, 0, 0, 0);
     // All nodes of the map, and some of everything else.
     let written = world.disk.written_blocks();
     let nodes = node_blocks(&world.disk);
@@ -534,6 +539,22 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
                 let count = (size - bad.lba).min(bad.blocks.into()) as u32;
                 let slots = live(&mut peer, bad.lba, count);
                 let mut replica = pool.replica(GUID).expect("it");
+                // A peer whose bytes miss their checksums gives nothing that is kept.
+                let others = other_bytes(&slots);
+                if bad.blocks > 1 {
+                    let refused = replica.mend(ReadView::Live, bad.lba, &others);
+                    refusals += u32::from(matches!(refused, Err(StoreError::Rule(_))));
+                } else if let Content::Data { crc, data } = &others[0].content {
+                    let version = others[0].version;
+                    let refused = replica.repair(ReadView::Live, bad.lba, version, *crc, data);
+                    assert_eq!(refused, Ok(false));
+                    let (Content::Data { data, .. }, other) = (&slots[0].content, version.next())
+                    else {
+                        panic!("its data")
+                    };
+                    let refused = replica.repair(ReadView::Live, bad.lba, other, *crc, data);
+                    assert_eq!(refused, Ok(false), "of another version");
+                }
                 if bad.blocks > 1 {
                     stretches +=
                         u32::from(replica.mend(ReadView::Live, bad.lba, &slots) == Ok(true));
@@ -556,7 +577,20 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
         assert_same("on media", block, &common::flat(&live(&mut again, 0, size as u32)), &whole);
     }
     println!("{stretches} stretches mended, {blocks} blocks repaired, {headers} headers");
-    assert!(stretches > 2 && blocks > 5, "the test hit too little");
+    assert!(stretches > 2 && blocks > 5 && refusals > 2, "the test hit too little");
+}
+
+/// The same slots with a bit of each block of data changed, under the checksums of before.
+fn other_bytes(slots: &[Slot]) -> Vec<Slot> {
+    let mut slots = slots.to_vec();
+    for slot in &mut slots {
+        if let Content::Data { data, .. } = &mut slot.content {
+            let mut bytes = data.to_vec();
+            bytes[4095] ^= 1;
+            *data = bytes.into();
+        }
+    }
+    slots
 }
 
 #[test]

@@ -435,6 +435,42 @@ fn a_replica_whose_deletion_the_disk_refused_is_deleted_in_the_next_life_and_tol
     process.stop();
 }
 
+/// Results of the failed life are late: a good sync of it says nothing of what the next one wrote.
+#[test]
+fn a_good_sync_that_ends_after_its_pool_failed_makes_nothing_durable_in_the_next_life() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = FailingDisk::new();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    process.create_replica();
+    // The number of the late one is far ahead of the next life's.
+    for epoch in 1..=6 {
+        process.session(epoch).unwrap();
+    }
+    let (mut session, ack) = process.session(7).unwrap();
+    session.feed(&ack);
+    let gate = disk.gate.lock().unwrap();
+    let before = process.metrics.disk.syncs.get();
+    session.append(&ack, 3);
+    eventually("a sync is under way", || (process.metrics.disk.syncs.get() > before).then_some(()));
+    disk.fail_next("write");
+    let open = opening(&process, 8);
+    eventually("a write failed", || disk.has_failed().then_some(()));
+    drop(gate);
+    process.wait_for_trouble();
+    drop((session, open.join()));
+    let gate = eventually("the next life begins with its syncs held up", || {
+        let gate = disk.gate.lock().unwrap();
+        process.trouble.lock().unwrap().is_none().then_some(gate)
+    });
+    process.assign(Phase::Delete);
+    for _ in 0..20 {
+        assert_ne!(process.replica_state(), Some("gone"), "told before it is on media");
+    }
+    drop(gate);
+    eventually("it is gone", || (process.replica_state()? == "gone").then_some(()));
+    process.stop();
+}
+
 #[test]
 fn a_replica_is_not_deleted_by_an_order_for_another_volume_with_its_guid() {
     let dir = tempfile::tempdir().unwrap();
