@@ -1,9 +1,9 @@
 //! `cargo xtask mutants --code`: breaks the code, not the rules.
 //!
 //! cargo-mutants lists its changes to functions and operators of one [`Subject`]: the core with the
-//! store's recovery, the hosts (the drivers' decisions), or the drivers around them. One build for each
-//! of thousands of changes would take days, so a shard of them is woven into one copy of the tree,
-//! each behind a switch (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the
+//! store's recovery, the hosts (the drivers' decisions), the drivers around them, or what people and
+//! orchestrators meet. One build for each of thousands of changes would take days, so a shard of them
+//! is woven into one copy of the tree, each behind a switch (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the
 //! tests that reach the change are run one by one, those of the changed crate first, the quickest
 //! first; for the core the simulator's seeds are among them. Changes that do not compile are
 //! unviable; the few that the compiler evaluates (constants) have no switch and are listed as not
@@ -43,7 +43,7 @@ struct Subject {
     has_seeds: bool,
 }
 
-const SUBJECTS: [Subject; 3] = [
+const SUBJECTS: [Subject; 4] = [
     Subject {
         name: "core",
         code: &[
@@ -98,6 +98,18 @@ const SUBJECTS: [Subject; 3] = [
         shard: "0/19",
         has_seeds: false,
     },
+    Subject {
+        name: "faces",
+        code: &[
+            "crates/quoin-csi/src/**/*.rs",
+            "crates/quoin-export/src/**/*.rs",
+            "crates/quoin/src/host/*.rs",
+            "crates/quoin/src/snapshot/*.rs",
+        ],
+        packages: &["quoin-csi", "quoin-export", "quoin"],
+        shard: "0/7",
+        has_seeds: false,
+    },
 ];
 /// The switches of the other kind of mutants belong to no product.
 const NOT_CODE: &str = "crates/quoin-types/src/mutant.rs";
@@ -106,8 +118,9 @@ const UNVIABLE: &str = "unviable.json";
 /// Result of each change that was tried.
 const LEDGER: &str = "docs/code-mutants.tsv";
 /// Tests that are not asked, by the first words of their names: the simulator is an oracle of its
-/// own by its seeds.
-const NOT_ASKED: [&str; 3] = ["sim sim: seeds::", "sim sim: mutants::", "sim quoin_sim:"];
+/// own by its seeds, and tests of whole processes would take days.
+const NOT_ASKED: [&str; 4] =
+    ["sim sim: seeds::", "sim sim: mutants::", "sim quoin_sim:", "quoin processes:"];
 /// Arguments of the simulator: a hundred seeds of the swarms, which find most for their time, then
 /// broad ones.
 const SEEDS: [&[&str]; 2] =
@@ -142,7 +155,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
                 arguments.next();
             }
             _ => bail!(
-                "--code takes --of SUBJECT (core, hosts, drivers), --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
+                "--code takes --of SUBJECT (core, hosts, drivers, faces), --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
                  about what was noticed before), --by TESTS (asks those alone whose name begins \
                  so, as in `replication` or `replication replication: edges`) and --only CHANGE (those whose name has that), \
                  and not {argument}"
@@ -238,7 +251,10 @@ fn copy(tree: &Path, list: &Path) -> Result<()> {
     let list: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(list)?)?;
     let changed = || list.iter().filter_map(|m| m["file"].as_str());
     // A crate with a change has the switch in its root file.
-    let roots = changed().filter_map(|f| Some(format!("{}/src/lib.rs", f.split_once("/src/")?.0)));
+    let roots = changed().filter_map(|f| f.split_once("/src/")).filter_map(|(home, _)| {
+        let mut roots = ["lib.rs", "main.rs"].map(|root| format!("{home}/src/{root}")).into_iter();
+        roots.find(|root| run::workspace_root().join(root).exists())
+    });
     let woven: BTreeSet<String> = changed().map(str::to_owned).chain(roots).collect();
     let output = Command::new("git")
         .args(["ls-files", "-z"])

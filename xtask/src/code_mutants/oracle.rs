@@ -197,7 +197,10 @@ fn listed(
             {
                 simulator = Some(PathBuf::from(executable));
             }
-            (Some(package), Some("lib" | "test")) => {
+            // The program `quoin` has no library, and its tests in itself.
+            (Some(package), Some(kind @ ("lib" | "test" | "bin")))
+                if kind != "bin" || *package == "quoin" && message["profile"]["test"] == true =>
+            {
                 let short = package.trim_start_matches("quoin-");
                 let folder = folder_of(tree, package);
                 let tests = tests_of(executable, &folder)?;

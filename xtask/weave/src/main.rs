@@ -55,10 +55,12 @@ pub mod woven {
 }
 "#;
 
-/// Returns the root file of the crate of a source file.
-fn crate_root(file: &str) -> Option<String> {
+/// Returns the root file of the crate of a source file below `source`: the library's, or that of a
+/// program without one.
+fn crate_root(source: &Path, file: &str) -> Option<String> {
     let (home, _) = file.split_once("/src/")?;
-    Some(format!("{home}/src/lib.rs"))
+    let roots = ["lib.rs", "main.rs"].map(|root| format!("{home}/src/{root}"));
+    roots.into_iter().find(|root| source.join(root).exists())
 }
 
 struct Mutant {
@@ -276,11 +278,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             println!("{number} no place");
             continue;
         };
-        let Some(root) = crate_root(&text("file")) else {
+        let Some(of_crate) = crate_root(Path::new(root), &text("file")) else {
             println!("{number} in no crate's sources");
             continue;
         };
-        files.entry(root).or_default();
+        files.entry(of_crate).or_default();
         let changes = files.entry(text("file")).or_default().entry(start).or_default();
         if !without.contains(&number) {
             let (genre, replacement) = (text("genre"), text("replacement"));
@@ -298,7 +300,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             println!("{number} {why}");
         }
         let mut woven = prettyplease::unparse(&source);
-        if crate_root(&file).as_ref() == Some(&file) {
+        if crate_root(Path::new(root), &file).as_ref() == Some(&file) {
             woven.push_str(SWITCH);
         }
         let path = Path::new(tree).join(&file);
