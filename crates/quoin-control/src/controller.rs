@@ -6,10 +6,13 @@
 use std::sync::Arc;
 
 use quoin_identity::{Authority, Identity};
+use tokio::sync::watch;
 
 use crate::Error;
 use crate::api::assignments::Assignments;
 use crate::api::reports::Reports;
+use crate::kubernetes_api::ApiOptions;
+use crate::kubernetes_events::KubernetesEvents;
 use crate::membership::removal::Removals;
 use crate::settings::Settings;
 use crate::state::State;
@@ -33,6 +36,15 @@ pub struct Controller {
 }
 
 impl Controller {
+    /// Tells events from now on at the objects of Kubernetes that they concern, until `shutdown` is true.
+    pub fn tell_events_to_kubernetes(
+        &self,
+        api: ApiOptions,
+        shutdown: watch::Receiver<bool>,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        KubernetesEvents::new(api, self.state.clone()).keep_told(shutdown)
+    }
+
     /// Reads all records. [`reconcile::lifecycle::Lifecycle::reconcile_all`] completes changes that
     /// a crash interrupted.
     pub async fn open(

@@ -21,6 +21,7 @@ mod error;
 mod fields;
 mod files;
 mod kubernetes_api;
+mod kubernetes_events;
 mod membership;
 mod messages;
 mod mirror;

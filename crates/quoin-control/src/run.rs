@@ -503,10 +503,12 @@ async fn serve_on_sockets(
     options.metrics.watch(&controller);
     controller.state.begin_census();
     if let Some(kubernetes) = &options.kubernetes {
+        let api = kubernetes.api.clone();
         let membership = &controller.membership;
         let new = || Arc::new(Kubernetes::new(kubernetes.clone()));
         let kubernetes = membership.kubernetes.get_or_init(new).clone();
         tokio::spawn(kubernetes.keep_published(membership.members.clone(), shutdown.clone()));
+        tokio::spawn(controller.tell_events_to_kubernetes(api, shutdown.clone()));
     }
     if let Some(schedule) = &options.backups {
         let record = options.metrics.backups();

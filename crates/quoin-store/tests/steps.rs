@@ -751,7 +751,8 @@ fn whatever_is_appended_is_told_to_be_written_out_but_for_a_stretch_of_each_open
 }
 
 #[test]
-fn writes_of_a_replica_that_is_flushed_often_are_told_to_be_written_out_at_once_and_others_are_not() {
+fn writes_of_a_replica_that_is_flushed_often_are_told_to_be_written_out_at_once_and_others_are_not()
+{
     let mut volume = Volume::new(64 << 20, 16_000);
     let before = volume.disk.written_out_bytes();
     let write_and_flush = |volume: &mut Volume, lba: u64| {

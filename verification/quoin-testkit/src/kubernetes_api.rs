@@ -176,6 +176,13 @@ impl KubernetesApi {
         self.shared.changed.send_modify(|changes| *changes += 1);
     }
 
+    /// Makes an object as somebody else would. `path`: its collection's, as in `api/v1/nodes`.
+    pub fn add(&self, path: &str, object: Value) {
+        let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+        self.stored().write("ADDED", (path.to_owned(), name), object);
+        self.shared.changed.send_modify(|changes| *changes += 1);
+    }
+
     /// Calls since the start.
     #[must_use]
     pub fn calls(&self) -> u64 {
@@ -244,9 +251,12 @@ async fn answer(
         }
     }
     let parts: Vec<&str> = uri.path().trim_matches('/').split('/').collect();
-    // `…/namespaces/NAMESPACE/COLLECTION` or `…/namespaces/NAMESPACE/COLLECTION/NAME`.
-    let Some(at) = parts.iter().position(|part| *part == "namespaces") else {
-        return status(StatusCode::NOT_FOUND, "NotFound", "no such path");
+    // `…/namespaces/NAMESPACE/COLLECTION` or `…/namespaces/NAMESPACE/COLLECTION/NAME`; of the core's objects that are
+    // in no namespace `api/v1/COLLECTION` or `api/v1/COLLECTION/NAME`.
+    let at = match parts.iter().position(|part| *part == "namespaces") {
+        Some(at) => at,
+        None if parts.starts_with(&["api", "v1"]) => 0,
+        None => return status(StatusCode::NOT_FOUND, "NotFound", "no such path"),
     };
     let (collection, name) = match parts.len() - at {
         3 => (parts.join("/"), None),

@@ -21,6 +21,7 @@ mod half_sent;
 mod healing;
 mod key_slots;
 mod kubernetes;
+mod kubernetes_events;
 mod late_calls;
 mod leaving;
 mod lifecycle;

@@ -156,7 +156,8 @@ pub struct ControllerOptions {
     healing: HealingOptions,
     /// Admit pods of this pod's namespace by the tokens of their service accounts: PREFIXpool as pools of
     /// their node, PREFIXnode as nodes, PREFIXcsi-controller as what may manage volumes, PREFIXmirror as
-    /// mirrors. The ConfigMap PREFIXauthority is kept, by which they know the cluster.
+    /// mirrors. The ConfigMap PREFIXauthority is kept, by which they know the cluster. Events are told at the
+    /// claims, persistent volumes and nodes that they concern.
     #[arg(long, value_name = "PREFIX")]
     admit_service_accounts: Option<String>,
     /// No metrics by volume, only those of all volumes together. Each volume has four, of 5,000 volumes at
