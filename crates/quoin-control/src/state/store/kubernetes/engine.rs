@@ -603,4 +603,30 @@ mod tests {
             assert_eq!(world.api.names("secrets"), ["quoin-authority"]);
         });
     }
+
+    /// A recorded volume's record, as of another volume.
+    fn volume(number: usize) -> Put {
+        const RECORDED: &str =
+            include_str!("../../../../../quoin-cluster/tests/formats/records/2/volume.json");
+        let id = format!("{number:032x}");
+        let value = RECORDED.replace("00000000000000000000000000000f01", &id);
+        (format!("volume/{id}"), Some(value.into_bytes()))
+    }
+
+    #[test]
+    fn a_thousand_volumes_are_read_in_some_pages_and_no_kind_of_record_costs_more_for_another() {
+        let world = World::new();
+        block_on(async {
+            let store = world.store("c-1");
+            store.put_all((0..1000).map(volume).collect()).await.unwrap();
+            let before = world.api.calls();
+            let began = std::time::Instant::now();
+            assert_eq!(store.list("volume/").await.unwrap().len(), 1000);
+            println!("a thousand volumes in {:?}", began.elapsed());
+            assert_eq!(world.api.calls() - before, 2, "pages of {} records", 500);
+            let before = world.api.calls();
+            assert_eq!(store.list("pool/").await.unwrap().len(), 0);
+            assert_eq!(world.api.calls() - before, 1);
+        });
+    }
 }
