@@ -12,7 +12,7 @@ use quoin_testkit::kubernetes_api::KubernetesApi;
 use crate::support::etcd::Etcd;
 use crate::terms::{Writer, verify};
 
-const LEASE: [&str; 2] = ["--lease", "4s/3s/500ms"];
+const LEASE: [&str; 2] = ["--lease", "5s/3s/500ms"];
 
 /// Two controllers, whose one rules.
 struct Two {

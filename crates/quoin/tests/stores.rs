@@ -17,7 +17,7 @@ use crate::terms::{Writer, verify};
 
 /// Of controllers, which outlives pauses of a busy host; and of what is killed, which is waited for.
 const LEASE: [&str; 2] = ["--lease", "15s/12s/1s"];
-const SHORT_LEASE: [&str; 2] = ["--lease", "6s/5s/500ms"];
+const SHORT_LEASE: [&str; 2] = ["--lease", "6s/3s/500ms"];
 /// The exit status of a controller whose records are not the cluster's any more.
 const SUPERSEDED: i32 = 4;
 

@@ -41,6 +41,8 @@ struct Behaviour {
     lost_answers: u32,
     /// Changes of records and secrets that are made before all others are refused; `None`: none is.
     changes_left: Option<u32>,
+    /// Changes of records and secrets are made so much later, unless their deadline is over by then.
+    delay: Duration,
     /// Rest of lists that were begun, by their tokens.
     pages: BTreeMap<String, (Vec<Value>, u64)>,
     calls: u64,
@@ -113,6 +115,11 @@ impl KubernetesApi {
     /// `None`: makes all again.
     pub fn refuse_changes_after(&self, count: Option<u32>) {
         self.behaviour().changes_left = count;
+    }
+
+    /// Makes changes of records and secrets so much later, and those not whose deadline is over by then.
+    pub fn delay_changes(&self, delay: Duration) {
+        self.behaviour().delay = delay;
     }
 
     /// Forgets all changes of before: a watch or a page from there on is gone.
@@ -232,6 +239,14 @@ fn status(code: StatusCode, reason: &str, message: &str) -> Response {
     (code, axum::Json(body)).into_response()
 }
 
+/// A time as in `750ms` or `3s`.
+fn milliseconds(text: &str) -> Option<Duration> {
+    match text.strip_suffix("ms") {
+        Some(number) => number.parse().ok().map(Duration::from_millis),
+        None => text.strip_suffix('s')?.parse().ok().map(Duration::from_secs),
+    }
+}
+
 fn version_of(object: &Value) -> &str {
     object["metadata"]["resourceVersion"].as_str().unwrap_or_default()
 }
@@ -279,6 +294,14 @@ async fn answer(
             }
             Some(left) => *left -= 1,
             None => {}
+        }
+    }
+    let delay = shared.behaviour.lock().expect("no holder of this lock panics").delay;
+    if is_change && !collection.ends_with("/leases") && !delay.is_zero() {
+        let deadline = query.get("timeout").and_then(|text| milliseconds(text));
+        tokio::time::sleep(deadline.map_or(delay, |deadline| deadline.min(delay))).await;
+        if deadline.is_some_and(|deadline| deadline <= delay) {
+            return status(StatusCode::GATEWAY_TIMEOUT, "Timeout", "the deadline is over");
         }
     }
     let answered = match serve(&shared, &method, &collection, name, &query, &body) {

@@ -346,7 +346,7 @@ mod tests {
         };
         let cluster = cluster.to_owned();
         let ms = Duration::from_millis;
-        let times = LeaseTimes { lasts: ms(2000), renew_within: ms(1000), retry: ms(100) };
+        let times = LeaseTimes { lasts: ms(8000), renew_within: ms(4000), retry: ms(100) };
         let engine = Engine::Kubernetes(KubernetesStoreOptions { cluster, api });
         Records::Shared(SharedOptions { engine, times, controller: "c-1".to_owned() })
     }

@@ -34,6 +34,13 @@ impl Default for LeaseTimes {
 }
 
 impl LeaseTimes {
+    /// Time for a change in an engine that cannot refuse it later: one that is sent when the renewal is all but
+    /// overdue ends before the lease passes on, with a quarter of the time between for clocks that differ.
+    #[must_use]
+    pub(super) fn change_time(&self) -> Duration {
+        (self.lasts - self.renew_within) * 3 / 4
+    }
+
     /// # Errors
     /// They do not fit each other.
     pub fn check(&self) -> Result<(), StoreError> {
@@ -181,5 +188,37 @@ pub async fn release(store: &dyn SharedStore, rule: &Rule) {
     let released = tokio::time::timeout(RELEASE_TIME, store.give_up(rule));
     if !matches!(released.await, Ok(Ok(()))) {
         tracing::warn!("the lease could not be given up; it ends by itself");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The last change of a holder is over before another one may rule, where its clock is slower and the other's
+    /// faster by this share.
+    fn is_over(times: &LeaseTimes, change_time: Duration, drift: f64) -> bool {
+        let last = times.renew_within.as_secs_f64() / (1.0 - drift) + change_time.as_secs_f64();
+        last <= times.lasts.as_secs_f64() / (1.0 + drift)
+    }
+
+    #[test]
+    fn the_last_change_ends_before_the_lease_passes_on_by_clocks_that_differ_within_bounds() {
+        let times = |lasts, renew_within| {
+            let [lasts, renew_within] = [lasts, renew_within].map(Duration::from_millis);
+            LeaseTimes { lasts, renew_within, retry: Duration::from_millis(500) }
+        };
+        for times in [LeaseTimes::default(), times(4000, 3000), times(60_000, 40_000)] {
+            times.check().unwrap();
+            assert!(is_over(&times, times.change_time(), 0.03), "{times:?}");
+            assert!(!is_over(&times, times.change_time(), 0.25), "{times:?}: the bound is none");
+            let whole = times.lasts - times.renew_within;
+            assert!(
+                !is_over(&times, whole, 0.01),
+                "{times:?}: without a margin no clock may differ"
+            );
+        }
+        // Nearer to each other, clocks may differ by less.
+        assert!(is_over(&times(20_000, 19_000), times(20_000, 19_000).change_time(), 0.005));
     }
 }

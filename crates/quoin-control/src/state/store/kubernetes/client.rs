@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use super::KubernetesStoreOptions;
 use super::objects::{CLUSTER_LABEL, KIND_LABEL, List, Object};
 use crate::kubernetes_api::{Api, ApiError, JSON};
-use crate::state::store::StoreError;
+use crate::state::store::{LeaseTimes, StoreError};
 
-/// Deadline of one call, for the server too.
-pub(super) const CALL_TIME: Duration = Duration::from_secs(3);
+/// Deadline of one call at most.
+const CALL_TIME: Duration = Duration::from_secs(3);
 /// Objects of one answer.
 const PAGE_OBJECTS: usize = 500;
 /// Time after which a watch ends, and another one goes on from there.
@@ -73,6 +73,8 @@ pub(super) struct Status {
 
 pub(super) struct Client {
     api: Api,
+    /// Deadline of a change, at the server too: nothing of it is done later.
+    change_time: Duration,
     cluster: String,
 }
 
@@ -81,9 +83,13 @@ impl Client {
     ///
     /// # Errors
     /// An option breaks its rule.
-    pub fn new(options: &KubernetesStoreOptions) -> Result<Self, StoreError> {
+    pub fn new(options: &KubernetesStoreOptions, times: LeaseTimes) -> Result<Self, StoreError> {
         options.check()?;
-        Ok(Self { api: Api::new(options.api.clone()), cluster: options.cluster.clone() })
+        Ok(Self {
+            api: Api::new(options.api.clone()),
+            change_time: times.change_time().min(CALL_TIME),
+            cluster: options.cluster.clone(),
+        })
     }
 
     /// The API that is asked.
@@ -108,7 +114,7 @@ impl Client {
         kind: Kind,
         object: &Object<T>,
     ) -> Result<Changed<Object<T>>, StoreError> {
-        let path = format!("{}?{}", kind.path(self.api.namespace()), deadline());
+        let path = format!("{}?{}", kind.path(self.api.namespace()), self.deadline());
         self.change(Method::POST, &path, to_text(object)?).await
     }
 
@@ -118,7 +124,7 @@ impl Client {
         kind: Kind,
         object: &Object<T>,
     ) -> Result<Changed<Object<T>>, StoreError> {
-        let path = format!("{}?{}", self.path(kind, &object.metadata.name), deadline());
+        let path = format!("{}?{}", self.path(kind, &object.metadata.name), self.deadline());
         self.change(Method::PUT, &path, to_text(object)?).await
     }
 
@@ -134,7 +140,7 @@ impl Client {
             let preconditions = serde_json::json!({ "resourceVersion": revision.to_string() });
             options["preconditions"] = preconditions;
         }
-        let path = format!("{}?{}", self.path(kind, name), deadline());
+        let path = format!("{}?{}", self.path(kind, name), self.deadline());
         Ok(match self.call(Method::DELETE, &path, to_text(&options)?).await? {
             Changed::Done(_) => Changed::Done(()),
             Changed::Conflict => Changed::Conflict,
@@ -203,6 +209,10 @@ impl Client {
         Ok(lines.map(|line| parsed(&line.map_err(failed)?)))
     }
 
+    fn deadline(&self) -> String {
+        format!("timeout={}ms", self.change_time.as_millis())
+    }
+
     fn path(&self, kind: Kind, name: &str) -> String {
         format!("{}/{name}", kind.path(self.api.namespace()))
     }
@@ -226,7 +236,8 @@ impl Client {
         path: &str,
         body: String,
     ) -> Result<Changed<Vec<u8>>, StoreError> {
-        let asked = self.api.call_within(CALL_TIME, method, path, JSON, body);
+        let within = if method == Method::GET { CALL_TIME } else { self.change_time };
+        let asked = self.api.call_within(within, method, path, JSON, body);
         match asked.await {
             Ok(answer) => Ok(Changed::Done(answer)),
             Err(ApiError::Refused { status: 404, .. }) => Ok(Changed::Missing),
@@ -234,11 +245,6 @@ impl Client {
             Err(error) => Err(failed(error)),
         }
     }
-}
-
-/// Deadline of a change at the server: nothing of it is done later.
-fn deadline() -> String {
-    format!("timeout={}s", CALL_TIME.as_secs())
 }
 
 fn failed(error: ApiError) -> StoreError {

@@ -47,7 +47,7 @@ impl Kubernetes {
         controller: String,
     ) -> Result<Self, StoreError> {
         Ok(Self {
-            client: Client::new(options)?,
+            client: Client::new(options, times)?,
             cluster: options.cluster.clone(),
             lease: LeaseObject::new(&options.cluster, times, &controller),
             ruling: Ruling::new(controller),
@@ -337,7 +337,7 @@ mod tests {
     use crate::state::store::{Embedded, keep_ruling, release, rule};
 
     const TIMES: LeaseTimes = LeaseTimes {
-        lasts: Duration::from_secs(2),
+        lasts: Duration::from_secs(3),
         renew_within: Duration::from_millis(1500),
         retry: Duration::from_millis(200),
     };
@@ -601,6 +601,25 @@ mod tests {
             a.keep_authority(b"rotated".to_vec()).await.unwrap();
             assert_eq!(b.authority().await.unwrap().as_deref(), Some(&b"rotated"[..]));
             assert_eq!(world.api.names("secrets"), ["quoin-authority"]);
+        });
+    }
+
+    #[test]
+    fn a_change_that_the_server_holds_up_is_not_made_once_another_controller_may_rule() {
+        let world = World::new();
+        block_on(async {
+            let (first, second) = (world.store("c-1"), world.store("c-2"));
+            campaign(&first).await.unwrap();
+            let next = tokio::spawn(async move { campaign(&second).await.map(|_| second) });
+            // Its renewal is nearly overdue, and the change arrives within three seconds.
+            tokio::time::sleep(Duration::from_millis(1400)).await;
+            world.api.delay_changes(Duration::from_millis(2500));
+            let late = first.compare_and_swap("volume/1", 0, Some(b"late".to_vec())).await;
+            assert!(matches!(late, Err(StoreError::Away { .. })), "{late:?}");
+            let second = next.await.unwrap().unwrap();
+            tokio::time::sleep(Duration::from_millis(1500)).await;
+            world.api.delay_changes(Duration::ZERO);
+            assert_eq!(second.get("volume/1").await.unwrap(), None);
         });
     }
 

@@ -7,8 +7,8 @@
 //! a Secret: whoever reads it can become a member.
 //!
 //! Kubernetes compares one object alone, so it cannot refuse the change of a controller that has lost the Lease.
-//! Three things stand for that: such a controller sends nothing once its renewal is overdue; what it sent ends in
-//! three seconds, at the server too, which is before the Lease passes on; and each object names
+//! Three things stand for that: such a controller sends nothing once its renewal is overdue; what it sent ends
+//! at the server too before the Lease passes on (`LeaseTimes::change_time`); and each object names
 //! the rule under which it was written, so that the one that rules notices any other's change and reads all anew.
 
 mod client;
