@@ -110,7 +110,7 @@ pub enum Error {
         "this controller is of term {term}, and term {by} has begun: the cluster's records were \
          recovered elsewhere, and what this one says is refused. Remove its directory; or, where it \
          is to rule again, end the other one and run `quoin controller recover --state` with this \
-         directory"
+         directory, and with --store as `run` has it"
     )]
     Superseded { term: Term, by: Term },
 

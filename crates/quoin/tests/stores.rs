@@ -266,6 +266,44 @@ fn old_records_of_a_restored_kubernetes_are_recovered_by_themselves() {
     an_old_copy_does_not_rule("old-kubernetes", "kubernetes", copy, put_back);
 }
 
+/// Proves that old records of a term that is over end their controller, which says the way out, and that this way
+/// leads to the records of now.
+#[test]
+fn old_records_of_a_former_term_end_their_controller_and_the_way_out_that_is_told_recovers_them() {
+    let mut stores = Stores::start("former", "kubernetes");
+    stores.stop_controller();
+    let copy = stores.api.snapshot();
+    // Two rules begin since then.
+    for _ in 0..2 {
+        stores.run_until_it_rules("controller", "kubernetes");
+        stores.cluster.wait_for_pools(3);
+        stores.stop_controller();
+    }
+    stores.run_until_it_rules("controller", "kubernetes");
+    let (socket, since) = written(&stores.cluster, "since");
+    stores.stop_controller();
+    stores.api.restore(copy);
+    stores.run("controller", "kubernetes");
+    let ended = stores.cluster.process("controller");
+    let ended = common::eventually("the controller of old records ends", || ended.ended());
+    let log = stores.cluster.log("controller");
+    assert_eq!(ended.code(), Some(SUPERSEDED), "{log}");
+    assert!(log.contains("quoin controller recover --state"), "{log}");
+    let state = stores.cluster.path("controller");
+    let recover = ["controller", "recover", "--state", &state];
+    stores.cluster.ok(&[&recover[..], &stores.options("kubernetes")].concat());
+    stores.cluster.processes.retain(|process| process.name != "controller");
+    stores.run_until_it_rules("controller", "kubernetes");
+    stores.cluster.eventually("the records are recovered", || {
+        stores.cluster.quoin(&["controller", "recover"]).status.success().then_some(())
+    });
+    since.assert_progress("what the old records do not know is written on");
+    stores.is_whole(&["db", "since", "then"]);
+    verify(&socket, &since.end());
+    let written = stores.writer.end();
+    verify(&stores.socket, &written);
+}
+
 /// An authority of certificates, with all files in one directory.
 struct CertificateAuthority<'a> {
     name: &'a str,

@@ -181,6 +181,8 @@ impl Client {
 fn reasons(status: &Status, address: &str) -> String {
     let mut text = status.message().to_owned();
     let mut source = std::error::Error::source(status);
+    // An answer of etcd has nothing behind it.
+    let is_of_connection = source.is_some();
     while let Some(error) = source {
         let one = error.to_string();
         if !text.contains(&one) {
@@ -190,10 +192,9 @@ fn reasons(status: &Status, address: &str) -> String {
     }
     if text.contains("peer certificate") {
         text.push_str("; --etcd-ca is to name the authority that signed etcd's certificate");
-    } else if address.starts_with("https:")
-        && ["fatal alert", "connection closed"].iter().any(|ended| text.contains(ended))
-    {
-        // A server that refuses a client's certificate ends the connection after the client's handshake.
+    } else if address.starts_with("https:") && is_of_connection && !text.contains("refused") {
+        // A server that refuses a client's certificate ends the connection after the client's handshake, and how
+        // that is noticed is a race.
         text.push_str(
             "; where etcd asks for certificates, --etcd-certificate is to be of the authority that it trusts",
         );
