@@ -477,6 +477,31 @@ mod tests {
     }
 
     #[test]
+    fn the_socket_of_the_descriptors_is_its_owners_alone() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let (_directory, path) = served();
+        let mode = std::fs::metadata(path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o600);
+    }
+
+    #[test]
+    fn a_volume_that_was_released_goes_to_no_later_holder() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("holder.sock");
+        let daemon = start(&path).unwrap();
+        daemon.hold(held("a"), any());
+        daemon.hold(held("b"), any());
+        daemon.release("a");
+        let path_of_holder = path.clone();
+        std::thread::spawn(move || serve(&path_of_holder).map(|never| match never {}));
+        while !daemon.is_connected() {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert!(daemon.hold(held("c"), any()));
+        assert_eq!(held_at(&path), ["b", "c"]);
+    }
+
+    #[test]
     fn a_holder_that_starts_later_receives_the_attached_volumes() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");

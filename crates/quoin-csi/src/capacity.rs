@@ -124,6 +124,18 @@ mod tests {
         assert_eq!(code(i64::MAX, 0), Code::OutOfRange);
     }
 
+    /// A volume that is large enough is not resized: its range is read, and no size is made of it.
+    #[test]
+    fn a_limit_below_what_is_required_is_refused_wherever_a_range_is_read() {
+        for (required, limit) in [(4096, 4096), (4096, 4097), (4096, 0), (0, 1)] {
+            assert!(Range::read(range(required, limit)).is_ok(), "{required}, {limit}");
+        }
+        for (required, limit) in [(4096, 4095), (2, 1), (i64::MAX, 1)] {
+            let refused = Range::read(range(required, limit)).unwrap_err();
+            assert_eq!(refused.code(), Code::OutOfRange, "{required}, {limit}");
+        }
+    }
+
     #[test]
     fn without_a_range_or_with_only_a_limit_the_default_size_is_used() {
         assert_eq!(Range::of_new_volume(None).unwrap().0, DEFAULT_BYTES);

@@ -56,6 +56,9 @@ fn ask(socket: &Path, size_bytes: u64, ranges_max: usize) -> Option<Vec<Range<u6
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use quoin_testkit::nbd_server::{Server, ServerOptions, Volume, volume};
 
     use super::*;
@@ -99,7 +102,27 @@ mod tests {
         let _server = Server::start(&socket, small, ServerOptions::default());
         assert_eq!((written(&socket, SIZE), is_unwritten(&socket, SIZE)), (None, false));
         assert_eq!(written(&socket, SIZE / 2), Some(Vec::new()));
-        // Nor is one asked that is larger than what a pool goes through for an answer.
-        assert_eq!(written(&socket, (1 << 40) + BLOCK), None);
+    }
+
+    /// A pool goes through its whole map for an answer.
+    #[test]
+    fn a_volume_is_asked_about_up_to_the_largest_size_and_not_beyond_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("v.sock");
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counted = asked.clone();
+        std::thread::spawn(move || {
+            while let Ok((_ended, _)) = listener.accept() {
+                counted.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        for (size_bytes, is_asked) in
+            [(VOLUME_BYTES_MAX, true), (VOLUME_BYTES_MAX + BLOCK, false), (u64::MAX, false)]
+        {
+            let before = asked.load(Ordering::SeqCst);
+            assert_eq!(written(&socket, size_bytes), None);
+            assert_eq!(asked.load(Ordering::SeqCst) > before, is_asked, "{size_bytes}");
+        }
     }
 }

@@ -249,7 +249,10 @@ mod tests {
     async fn a_target_that_never_listens_is_reported_with_its_socket() {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("v.sock");
+        let started = Instant::now();
         let error = wait_for_socket("v", &socket, 30).await.unwrap_err();
+        let waited = Duration::from_millis(30)..Duration::from_secs(10);
+        assert!(waited.contains(&started.elapsed()), "{:?}", started.elapsed());
         assert!(error.to_string().contains("v.sock"), "{error}");
         assert_eq!(error.kind(), crate::Kind::Unavailable);
     }

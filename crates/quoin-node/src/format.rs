@@ -140,10 +140,14 @@ impl Image {
     }
 }
 
+/// Returns whether the file system is made in memory: what its tool writes must have room there.
+fn is_made_in_memory(file_system: FileSystem, size_bytes: u64) -> bool {
+    file_system == FileSystem::Ext4 && size_bytes <= IN_MEMORY_BYTES_MAX
+}
+
 fn sparse_file(job: &Job<'_>, file_system: FileSystem) -> Result<File, Error> {
-    let in_memory = file_system == FileSystem::Ext4 && job.size_bytes <= IN_MEMORY_BYTES_MAX;
     let path = job.scratch.join(format!("{}.image", job.volume));
-    let made = match in_memory {
+    let made = match is_made_in_memory(file_system, job.size_bytes) {
         true => rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC)
             .map(File::from)
             .map_err(std::io::Error::from),
@@ -332,6 +336,18 @@ pub(crate) fn may_resize_ext4() -> bool {
 mod tests {
     use super::*;
     use crate::error::Kind;
+
+    #[test]
+    fn an_ext4_up_to_its_limit_is_made_in_memory_and_no_xfs_is() {
+        for (size_bytes, is_in_memory) in [
+            (IN_MEMORY_BYTES_MAX - 4096, true),
+            (IN_MEMORY_BYTES_MAX, true),
+            (IN_MEMORY_BYTES_MAX + 4096, false),
+        ] {
+            assert_eq!(is_made_in_memory(FileSystem::Ext4, size_bytes), is_in_memory);
+            assert!(!is_made_in_memory(FileSystem::Xfs, size_bytes));
+        }
+    }
 
     /// Runs where the file system of the scratch directory ends below 8 EiB, as ext4 does at 16
     /// TiB.

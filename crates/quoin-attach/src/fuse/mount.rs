@@ -246,6 +246,13 @@ mod tests {
         assert!(is_shared("/run/quoin/attach/volumes") && is_shared("/var"));
         assert!(!is_shared("/run/other"), "of a mount that is private");
         assert!(!is_shared("/srv/quoin"), "of the mount on top, which is a slave");
+        // A mount above another one may be told of after it.
+        let table = "91 90 0:51 / /run/quoin rw shared:7 - tmpfs tmpfs rw\n\
+            90 22 0:50 / /run rw - tmpfs tmpfs rw\n22 1 0:21 / / rw - ext4 x rw\n";
+        assert!(is_shared_in(table, Path::new("/run/quoin/attach")));
+        assert!(
+            !is_shared_in(table, Path::new("/run/quoin2")) && !is_shared_in("", "/run".as_ref())
+        );
     }
 
     #[test]

@@ -505,3 +505,36 @@ fn read_source(given: Option<&VolumeContentSource>) -> Result<Option<api::Volume
     };
     Ok(Some(source))
 }
+
+#[cfg(test)]
+mod tests {
+    use quoin_api::csi::volume_capability::{AccessMode, AccessType, BlockVolume, MountVolume};
+    use tonic::Code;
+
+    use super::*;
+
+    #[test]
+    fn xfs_is_refused_below_its_smallest_size_and_no_other_use_of_a_volume_is() {
+        let mount = |fs_type: &str| {
+            let fs_type = fs_type.to_owned();
+            AccessType::Mount(MountVolume { fs_type, ..MountVolume::default() })
+        };
+        let read = |access_type| {
+            let access_mode = Some(AccessMode { mode: 1 });
+            let given = VolumeCapability { access_type: Some(access_type), access_mode };
+            Capability::read("c", Some(&given)).unwrap()
+        };
+        let (xfs, ext4) = (read(mount("xfs")), read(mount("ext4")));
+        let block = read(AccessType::Block(BlockVolume {}));
+        let least = api::XFS_BYTES_MIN;
+        for (size_bytes, is_taken) in [(least - 4096, false), (least - 1, false), (least, true)] {
+            for capabilities in [vec![xfs.clone()], vec![ext4.clone(), block.clone(), xfs.clone()]]
+            {
+                let refused = refuse_too_small(&capabilities, size_bytes).err();
+                let wanted = (!is_taken).then_some(Code::OutOfRange);
+                assert_eq!(refused.map(|status| status.code()), wanted, "{size_bytes}");
+            }
+            assert!(refuse_too_small(&[ext4.clone(), block.clone()], size_bytes).is_ok());
+        }
+    }
+}
