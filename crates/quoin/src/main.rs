@@ -18,6 +18,7 @@ mod events;
 mod fence;
 mod group;
 mod host;
+mod kubectl;
 mod listing;
 mod manual;
 mod mirror;
@@ -63,8 +64,14 @@ fn is_removed(error: &anyhow::Error) -> bool {
 }
 
 fn main() -> ExitCode {
-    cli::complete();
-    match cli::parse().run() {
+    let ended = match kubectl::is_plugin() {
+        true => kubectl::run(),
+        false => {
+            cli::complete();
+            cli::parse().run()
+        }
+    };
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // A failed write to stderr is no reason to panic.

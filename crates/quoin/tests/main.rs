@@ -37,6 +37,7 @@ mod health;
 mod hosts;
 mod housekeeping;
 mod known_list;
+mod kubectl;
 mod kubernetes;
 mod limits;
 mod listeners;
