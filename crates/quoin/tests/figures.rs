@@ -42,7 +42,7 @@ fn cases_of(
         .output()
         .unwrap();
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-    if errors.contains("not one request was answered") {
+    if errors.contains("not one request was answered") || errors.contains("no case was run") {
         return Err(errors);
     }
     assert!(output.status.success(), "{errors}");
@@ -68,6 +68,14 @@ fn a_quick_run_writes_ten_cases_with_five_figures_each() {
     assert_eq!(names, expected);
     cases.iter().for_each(|(name, figures)| assert_complete(name, figures));
     assert!(IO_CASES.iter().all(|case| table.contains(case)), "{table}");
+}
+
+#[test]
+fn a_name_of_no_case_is_refused() {
+    for (flags, words) in [(&["--quick"][..], "with --quick"), (&[], "no case")] {
+        let refused = cases_of("0.2", &[flags, &["--only", "no-such-case"]].concat()).unwrap_err();
+        assert!(refused.contains("\"no-such-case\"") && refused.contains(words), "{refused}");
+    }
 }
 
 #[test]

@@ -213,6 +213,14 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     report::print(&results);
     let facts = if whole { further::run(options, quoin, &scratch.0)? } else { Vec::new() };
     report::print_facts(&facts);
+    if let Some(only) = options.only.as_ref().filter(|_| results.is_empty() && facts.is_empty()) {
+        let rule = if whole {
+            ""
+        } else {
+            "; with --quick and with a Quoin that runs already most are left out"
+        };
+        return Err(Error::Failed(format!("no case was run whose name contains {only:?}{rule}")));
+    }
     if let Some(path) = &options.json {
         report::write_json(&results, &facts, path)?;
     }
