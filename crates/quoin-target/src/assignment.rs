@@ -440,6 +440,9 @@ mod tests {
             version: 7,
         };
         assert_eq!(assigned.desired, desired);
+        // A member that has not come yet cannot leave.
+        changing.replicas[1].leaving = true;
+        assert_eq!(parse_one(changing.clone()).unwrap().desired, desired);
         changing.desired_replication_factor = 300;
         assert!(parse_one(changing).unwrap_err().contains("out of range"));
     }
