@@ -74,14 +74,25 @@ impl LoopAttacher {
     }
 }
 
+/// Returns true if the kernel removes a loop device once nobody has it open any more.
+fn is_leaving(device: &Path) -> bool {
+    let name = device.file_name().unwrap();
+    let flag = Path::new("/sys/block").join(name).join("loop/autoclear");
+    std::fs::read_to_string(flag).is_ok_and(|flag| flag.trim() == "1")
+}
+
 #[tonic::async_trait]
 impl Attacher for LoopAttacher {
     async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error> {
         while self.is_stuck.load(Ordering::Relaxed) {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }
-        if let Some(device) = self.find(&request.volume) {
-            return Ok(device);
+        // One that is half removed is still listed, and has no size in a moment.
+        while let Some(device) = self.find(&request.volume) {
+            if !is_leaving(&device) {
+                return Ok(device);
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
         let path = self.file(&request.volume);
         let file = File::options().create(true).append(true).open(&path).unwrap();
