@@ -87,7 +87,7 @@ impl Attacher for LoopAttacher {
         while self.is_stuck.load(Ordering::Relaxed) {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }
-        // One that is half removed is still listed, and has no size in a moment.
+        // A device that is half removed is still listed, and has no size in a moment.
         while let Some(device) = self.find(&request.volume) {
             if !is_leaving(&device) {
                 return Ok(device);

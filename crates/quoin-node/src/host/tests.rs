@@ -66,7 +66,7 @@ fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String, Error> {
 #[async_trait]
 impl Attacher for LoopAttacher {
     async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error> {
-        // One that is half removed is still listed, and has no size in a moment.
+        // A device that is half removed is still listed, and has no size in a moment.
         while let Some(device) = self.find(&request.volume) {
             if !is_leaving(&device) {
                 return Ok(device);
