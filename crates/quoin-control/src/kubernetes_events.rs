@@ -69,7 +69,7 @@ fn of_claim(claim: &BTreeMap<String, String>) -> Vec<Regarding> {
     found
 }
 
-/// A name that may be a part of a path: whoever creates volumes over CSI says what their claims are called.
+/// Names that may be a part of a path alone: a caller of CSI says what claims are called.
 fn is_name(name: &str) -> bool {
     let is_of_name = |byte: u8| byte.is_ascii_alphanumeric() || b"-.".contains(&byte);
     !name.is_empty() && name.len() <= 253 && name.bytes().all(is_of_name) && !name.contains("..")
@@ -198,7 +198,7 @@ impl KubernetesEvents {
         Ok(())
     }
 
-    /// Objects of Kubernetes that an event concerns; none of a volume that nobody claims there.
+    /// Objects of Kubernetes that an event concerns; none for a volume without a claim.
     fn regarding(&self, event: &EventRecord) -> Vec<Regarding> {
         let node = |name: &str| match is_name(name) {
             true => vec![Regarding::new("Node", "", name)],

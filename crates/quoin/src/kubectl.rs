@@ -34,6 +34,7 @@ Run a quoin command in the pod of the controller that rules.
 Usage: kubectl quoin [-n NAMESPACE] [--context NAME] [--kubeconfig FILE] COMMAND…
 
 Options of kubectl come before the command; the namespace is quoin-system, or QUOIN_NAMESPACE.
+The controllers have the chart's default name, quoin-controller.
 
 Examples:
   kubectl quoin status

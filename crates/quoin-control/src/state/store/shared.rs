@@ -50,7 +50,7 @@ impl Ruling {
         })
     }
 
-    /// Tells the followers; nobody listening is no failure.
+    /// Sends a change to the followers; an empty list of them is no failure.
     pub fn tell(&self, key: &str, revision: u64) {
         let _ = self.changes.send(Change { key: key.to_owned(), revision });
     }

@@ -16,7 +16,7 @@ use crate::state::store::{LeaseTimes, StoreError};
 const CALL_TIME: Duration = Duration::from_secs(3);
 /// Objects of one answer.
 const PAGE_OBJECTS: usize = 500;
-/// Time after which a watch ends, and another one goes on from there.
+/// Time after which a watch ends; the next watch goes on from there.
 const WATCH_SECONDS: u64 = 300;
 
 /// A kind of objects.

@@ -111,7 +111,7 @@ impl Kubernetes {
         Err(StoreError::Contended { key: key.to_owned(), tries: TRIES_MAX })
     }
 
-    /// Key of the first record that somebody else changed, as the watch tells from the rule's begin on.
+    /// Key of the first record that another writer changed, as the watch tells from the rule's begin on.
     async fn follow(&self, rule: &Rule, from: &mut String) -> Result<String, StoreError> {
         let events = self.client.watch::<Record>(Kind::Record, from).await?;
         let mut events = std::pin::pin!(events);
